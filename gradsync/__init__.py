@@ -1,0 +1,2 @@
+from gradsync._errors import GradSyncError
+from gradsync.functional import *

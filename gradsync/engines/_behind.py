@@ -1,0 +1,115 @@
+"""DDP behind a bare module: made for its reducer alone, its forward never called.
+
+The caller keeps the module as it was: no wrapper, no attribute, nothing that deepcopy or pickle would see. What is
+made here holds the parameters but not the module, so that it can be looked up by the module and dies with it.
+
+One parameter more than the model has takes part: the ledger. Its gradient is written by us after the backward, and
+travels in the last bucket, with no collective of its own. It says which parameters were used at all, so that one that
+no rank used keeps `grad is None` although DDP does not look for unused parameters; and it carries the table of
+`Engine.settle`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsync.engines._ddp import DDPEngine
+from gradsync.engines._protocol import TABLE_WIDTH, Table
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+
+
+class BehindEngine(DDPEngine):
+    """The DDP behind one bare module, for its parameters that no other engine covers."""
+
+    carries = True
+
+    def __init__(self, module: nn.Module, covered: Collection[int] = ()) -> None:
+        self._module = weakref.ref(module)
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._covered = frozenset(covered)
+        super().__init__(self._make(module, first=True), module)
+        self.parameters = [parameter for parameter in module.parameters() if id(parameter) not in self._covered]
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        """The DDP itself; its `module` is gone."""
+        return self._ddp
+
+    def trainable(self) -> bool:
+        now = [parameter for parameter in self.parameters if parameter.requires_grad]
+        ours = self._reduced[1:]
+        if now and (len(now) != len(ours) or any(a is not b for a, b in zip(now, ours, strict=True))):
+            module = self._module()
+            assert module is not None, "the caller holds the module"
+            self._ddp.reducer._remove_autograd_hooks()
+            self._ddp = self._make(module, first=False)
+        return bool(now)
+
+    def open(self, source: int) -> None:
+        module = self._module()
+        if module is None or dist.get_world_size(self.group) == 1:
+            return
+        if buffers := list(module.buffers()):
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+                dist._broadcast_coalesced(self.group, buffers, self._ddp.broadcast_bucket_size, source)
+
+    def arm(self, loss: torch.Tensor | None) -> None:  # noqa: ARG002 - DDP's protocol, without its search for unused ones
+        self._ddp.reducer.prepare_for_forward()
+        self._ddp.reducer.prepare_for_backward([])
+
+    def settle(self, table: Table = ()) -> Table | None:
+        return self._close(table, rest=None)
+
+    def reduce(self, table: Table = ()) -> Table | None:
+        self.arm(None)
+        return self._close(table, rest=self._reduced[1:])
+
+    def _close(self, table: Table, rest: Sequence[nn.Parameter] | None) -> Table | None:
+        """Write the ledger, complete the reduction with it, and read it; `rest` is what still has to run its hooks."""
+        ledger, parameters = self._reduced[0], self._reduced[1:]
+        used = [parameter.grad is not None for parameter in parameters]
+        row = torch.tensor([*used, *table], dtype=ledger.dtype, device=ledger.device)
+        if row.numel() != ledger.numel():
+            row = torch.cat([row, row.new_zeros(ledger.numel() - row.numel())])
+        ledger.backward(row)  # type: ignore[no-untyped-call]
+        if rest is None:
+            rest = self._unready()
+        if rest:
+            self._touch(rest).backward()  # type: ignore[no-untyped-call]
+        self._ddp.reducer._rebuild_buckets()
+        total, ledger.grad = ledger.grad, None
+        assert total is not None, "the reducer leaves a gradient at every parameter"
+        if not table and all(used):
+            return ()
+        summed: list[float] = (total.double() * dist.get_world_size(self.group)).round().tolist()
+        for parameter, anywhere in zip(parameters, summed, strict=False):
+            if not anywhere:
+                parameter.grad = None
+        return summed[len(used) : len(used) + len(table)]
+
+    def _make(self, module: nn.Module, *, first: bool) -> DistributedDataParallel:
+        parameters = [p for p in module.parameters() if p.requires_grad and id(p) not in self._covered]
+        like = parameters[0]
+        room = len(parameters) + TABLE_WIDTH * dist.get_world_size()  # the flags, and a table
+        dtype = torch.float32 if not like.dtype.is_floating_point or like.dtype.itemsize < 4 else like.dtype
+        shell = nn.Module()
+        # First in order is last in DDP's buckets, where it keeps no other gradient waiting.
+        shell.ledger = nn.Parameter(torch.zeros(room, dtype=dtype, device=like.device))
+        shell.module = module
+        shell._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
+            *(f"module.{name}" for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())),
+            *(f"module.{name}" for name, p in module.named_parameters() if id(p) in self._covered),
+        ]
+        ddp = DistributedDataParallel(shell, init_sync=first)
+        ddp._modules.clear()
+        ddp.modules_buffers, ddp.named_module_buffers = [], {}
+        return ddp

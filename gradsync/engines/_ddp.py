@@ -1,0 +1,240 @@
+"""`DistributedDataParallel`, its reducer armed late.
+
+DDP arms its reducer at the end of its own forward, and so needs to know there which micro-batch is the last, and needs
+the forward to be its own. Here every forward runs held, and the reducer is armed right before the backward of the
+boundary. Whatever the body called, a method, a sub-module, `ddp.module(x)`, the backward then reaches the parameters,
+and their hooks reach the reducer.
+
+All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/test_torch_internals.py`
+fails when it changes): `ddp.reducer` with `prepare_for_forward`, `prepare_for_backward`, `_rebuild_buckets`,
+`_check_reducer_finalized`, `_delay_all_reduce`, `_get_local_used_map`, `_get_zeros_like_grad_buckets`, `_run_comm_hook`; and the attributes
+of DDP that are named below.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+
+from gradsync._errors import GradSyncError
+from gradsync.engines._protocol import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    from gradsync.engines._protocol import Table
+
+class _Touch(torch.autograd.Function):
+    """Runs the gradient hooks of parameters without a gradient.
+
+    The reducer's hooks fire, find the gradient that is already there, or none, and hand it on: a synchronisation
+    without a forward. An undefined gradient adds nothing, so it is exact, and a parameter that nobody used stays None
+    where DDP looks for unused parameters.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.num_parameters = len(parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, ...]:
+        return (None,) * ctx.num_parameters
+
+
+class DDPEngine(Engine):
+    """One `DistributedDataParallel`, whoever made it."""
+
+    def __init__(self, ddp: DistributedDataParallel, module: nn.Module | None = None) -> None:
+        if ddp._delay_all_reduce_params:
+            raise GradSyncError(
+                "gradsync needs to hold a model's gradients back, but this DistributedDataParallel was made with "
+                "delay_all_reduce_named_params, which synchronises those parameters in every backward. "
+                "Leave that argument out."
+            )
+        super().__init__(ddp.process_group, ddp._module_parameters)
+        self._ddp = ddp
+        self._sparse = _sparse_parameters(module or ddp.module)
+        self._reduced = _reduced_parameters(ddp)
+        if len(self._reduced) != ddp._get_ddp_logging_data()["num_parameter_tensors"]:
+            self._rebuild_reducer()
+        self._stats_before: list[int] = []
+
+    # -- window ---------------------------------------------------------------------------------------------------
+
+    def trainable(self) -> bool:
+        now = _reduced_parameters(self._ddp)
+        if len(now) != len(self._reduced) or any(a is not b for a, b in zip(now, self._reduced, strict=True)):
+            self._reduced = now
+            if now:
+                self._rebuild_reducer()
+        return bool(now)
+
+    def open(self, source: int) -> None:
+        ddp = self._ddp
+        if ddp.forward_sync_buffers and ddp.modules_buffers and dist.get_world_size(self.group) > 1:
+            with torch.no_grad():
+                ddp._assign_modules_buffers()
+                with torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)):
+                    ddp._sync_module_buffers(source)
+
+    # -- micro-batch ----------------------------------------------------------------------------------------------
+
+    @property
+    def owes_first(self) -> bool:
+        return self._ddp.static_graph and not self._ddp._static_graph_delay_allreduce_enqueued
+
+    def hold(self) -> tuple[bool, bool]:
+        # Written through __dict__: nn.Module.__setattr__ costs 1.7 us a pair, this 0.05.
+        state = self._ddp.__dict__
+        found = (state["require_backward_grad_sync"], state["require_forward_param_sync"])
+        state["require_backward_grad_sync"] = state["require_forward_param_sync"] = False
+        return found
+
+    def restore(self, found: tuple[bool, bool]) -> None:
+        state = self._ddp.__dict__
+        state["require_backward_grad_sync"], state["require_forward_param_sync"] = found
+
+    # -- boundary -------------------------------------------------------------------------------------------------
+
+    def arm(self, loss: torch.Tensor | None) -> None:
+        ddp = self._ddp
+        ddp.__dict__["require_backward_grad_sync"] = True  # compiled DDP's python_reducer reads it in backward
+        ddp.reducer.prepare_for_forward()
+        ddp.reducer.prepare_for_backward(self._outputs(loss))
+        self._stats_before = ddp.reducer.get_backward_stats()
+        if self.owes_first:
+            # A static graph reduces at the end of its first backward. DDP's forward arranges that; it may never run.
+            ddp._static_graph_delay_allreduce_enqueued = True
+            self._stats_before = []
+            if loss is None:
+                self._queue_delayed_reduction()
+            else:
+                loss.register_hook(lambda _: self._queue_delayed_reduction())
+
+    def settle(self, table: Table = ()) -> Table | None:
+        reducer = self._ddp.reducer
+        if self._ddp._use_python_reducer:
+            return None
+        if reducer.get_backward_stats() == self._stats_before:
+            return self.reduce(table)  # that backward reached none of these parameters
+        missing = self._unready()
+        searched = self._ddp.find_unused_parameters or self._ddp.static_graph
+        never_used = [] if searched else [parameter for parameter in missing if parameter.grad is None]
+        if missing:
+            self._touch(missing).backward()  # type: ignore[no-untyped-call]
+        reducer._rebuild_buckets()
+        if never_used:
+            raise GradSyncError(_unused_message(self._ddp, never_used))
+        return None
+
+    def reduce(self, table: Table = ()) -> Table | None:
+        if self._ddp.static_graph:
+            self._reduce_static()
+            return None
+        reducer, nothing = self._ddp.reducer, self._touch(self._reduced)
+        reducer.prepare_for_forward()
+        reducer.prepare_for_backward(self._outputs(nothing))
+        nothing.backward()  # type: ignore[no-untyped-call]
+        # DDP would do this in its next forward, which another rank may never run.
+        reducer._rebuild_buckets()
+        return None
+
+    # -- the reducer ----------------------------------------------------------------------------------------------
+
+    def _outputs(self, loss: torch.Tensor | None) -> list[torch.Tensor]:
+        """What DDP should search for unused parameters, where it is to search at all."""
+        if not self._ddp.find_unused_parameters or self._ddp.static_graph:
+            return []
+        # Without a loss to search, none is marked in advance; `settle` completes what the backward does not reach.
+        return [self._touch(self._reduced) if loss is None else loss]
+
+    def _touch(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """A scalar whose backward runs the gradient hooks of `parameters`, and adds nothing to any gradient."""
+        for parameter in parameters:
+            if parameter.grad is None and id(parameter) in self._sparse:
+                # The reducer takes no undefined gradient for a sparse one; nothing at all, it does.
+                parameter.grad = torch.sparse_coo_tensor(
+                    size=parameter.shape, dtype=parameter.dtype, device=parameter.device
+                )
+        with torch.enable_grad():
+            return _Touch.apply(*parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _unready(self) -> list[nn.Parameter]:
+        """The parameters whose hooks the armed backward did not run."""
+        try:
+            self._ddp.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            # The reducer tells which in its message only.
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if found is None:
+                raise
+            return [self._reduced[int(index)] for index in found[1].split()]
+        return []
+
+    def _queue_delayed_reduction(self) -> None:
+        Variable._execution_engine.queue_callback(self._ddp.reducer._delay_all_reduce)  # type: ignore[attr-defined]
+
+    def _reduce_static(self) -> None:
+        """Reduce bucket by bucket: a static graph counts its hooks, so that they cannot be run once more by hand."""
+        used = self._ddp.reducer._get_local_used_map().tolist()  # of the first synchronisation, and so of every one
+        # A communication hook averages; without one the reducer divides before it sums.
+        share = 1.0 if "comm_hook" in self._ddp._get_ddp_logging_data() else 1.0 / self.group.size()
+        for bucket in self._ddp.reducer._get_zeros_like_grad_buckets():
+            for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if parameter.grad is not None:
+                    torch.mul(parameter.grad, share, out=view)
+            averaged = self._ddp.reducer._run_comm_hook(bucket).wait()
+            bucket.set_buffer(averaged[0] if isinstance(averaged, list) else averaged)
+            for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if parameter.grad is None:
+                    parameter.grad = view.clone()
+                else:
+                    parameter.grad.copy_(view)
+        for parameter, count in zip(self._reduced, used, strict=True):
+            if not count:
+                parameter.grad = None
+        # The ranks in a real backward rebuild their buckets after this one, if they have not yet.
+        self._ddp.reducer._push_all_rebuilt_params()
+        self._ddp.reducer._rebuild_buckets()
+
+    def _rebuild_reducer(self) -> None:
+        """A reducer for the parameters that are trainable now, with the user's communication hooks."""
+        ddp = self._ddp
+        kind, _, name = ddp._get_ddp_logging_data().get("comm_hook", "").partition(".")
+        builtin = name if kind == "BuiltinCommHookType" else None  # DDP itself keeps only those written in Python
+        ddp.reducer._remove_autograd_hooks()
+        parameters, sparse = ddp._build_params_for_reducer()
+        ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
+        if ddp.static_graph:
+            ddp._static_graph_delay_allreduce_enqueued = False
+            ddp.reducer._set_static_graph()
+        for hook, state in ddp._comm_hooks:
+            dist._register_comm_hook(ddp.reducer, state, hook)
+        if builtin is not None:
+            ddp._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, builtin))
+
+
+def _reduced_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    return [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
+
+
+def _sparse_parameters(module: nn.Module) -> frozenset[int]:
+    embeddings = (one for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse)
+    return frozenset(id(one.weight) for one in embeddings)
+
+
+def _unused_message(ddp: DistributedDataParallel, unused: Sequence[nn.Parameter]) -> str:
+    names = [name for name, p in ddp.module.named_parameters() if any(p is one for one in unused)]
+    return (
+        f"Every trainable parameter of a DistributedDataParallel model must be used in each window, but on this rank no "
+        f"micro-batch of the window used {', '.join(names)}. Pass find_unused_parameters=True to "
+        "DistributedDataParallel, or hand gradsync the bare model, which needs no such flag."
+    )

@@ -1,0 +1,81 @@
+"""What every engine can do, and nothing about how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+# A few numbers a rank, flattened. Each rank fills its own and leaves zeros elsewhere, so that a plain sum over the
+# ranks gives everybody the whole table.
+Table = Sequence[float]
+TABLE_WIDTH = 6  # numbers a rank, whole and small enough to be exact in float32
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed import ProcessGroup
+
+
+class Engine:
+    """What keeps the gradients of some parameters in step across the ranks of one group.
+
+    The life of a window, as an engine sees it:
+
+        open()                                      once
+        hold() ... forward, backward ... restore()  for each micro-batch; what runs in between stays local
+        arm(loss), the backward, settle()           on the boundary, between its hold and its restore
+        reduce()                                    instead, where the window closes without a backward
+        discard()                                   instead, where it is given up
+
+    Between two calls an engine is as its user left it: `hold` returns what it found, and `restore` puts that back.
+    """
+
+    #: Whether `settle` and `reduce` take a table along with the gradients.
+    carries = False
+
+    def __init__(self, group: ProcessGroup, parameters: Sequence[nn.Parameter]) -> None:
+        self.group = group
+        self.parameters: Sequence[nn.Parameter] = parameters
+
+    @property
+    def owes_first(self) -> bool:
+        """Whether the next micro-batch must synchronise, boundary or not (a static graph's very first)."""
+        return False
+
+    def trainable(self) -> bool:
+        """Read again what is trainable, as a window opens; False if nothing is."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    def open(self, source: int) -> None:
+        """A window opens: make the buffers those of the group's rank `source`. Collective."""
+
+    def hold(self) -> Any:
+        """Keep the gradients of coming backwards local; returns what was found, for `restore`."""
+        raise NotImplementedError
+
+    def restore(self, found: Any) -> None:
+        """Undo `hold`."""
+        raise NotImplementedError
+
+    def arm(self, loss: torch.Tensor | None) -> None:
+        """Make the backward of `loss`, which comes next, synchronise all that is accumulated.
+
+        None says that a backward has begun already, from a loss that is not known, and has reached no parameter yet.
+        """
+        raise NotImplementedError
+
+    def settle(self, table: Table = ()) -> Table | None:
+        """The armed backward has ended, or failed: complete its collectives.
+
+        An engine that `carries` takes `table` along with the gradients and returns it summed over the ranks.
+        """
+        return None
+
+    def reduce(self, table: Table = ()) -> Table | None:
+        """Synchronise what is accumulated, without a backward; the other ranks may be in a backward of theirs."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Drop what is accumulated."""
+        for parameter in self.parameters:
+            parameter.grad = None

@@ -1,0 +1,104 @@
+"""What a step function may return, and the loss in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, MutableSequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from gradsync._errors import GradSyncError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class LossSum:
+    """A loss that is a sum, and what it is a sum over: tokens, pixels, samples.
+
+    The window's gradient is then that of all sums over all counts, over every micro-batch of every rank: the mean per
+    token, however the tokens are spread. `count` may be an int, a float or a tensor, and zero.
+
+    >>> loss = LossSum(torch.tensor(6.0, requires_grad=True), count=3)
+    >>> loss.mean
+    tensor(2., grad_fn=<DivBackward0>)
+    """
+
+    loss: torch.Tensor
+    count: int | float | torch.Tensor
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The loss per counted thing, for a log."""
+        return self.loss / self.count
+
+
+def find_loss(returned: object) -> torch.Tensor | LossSum:
+    """The loss in what a step function returned.
+
+    >>> find_loss((torch.tensor(1.0, requires_grad=True), "logits"))
+    tensor(1., requires_grad=True)
+    """
+    found: object = returned
+    if not isinstance(returned, torch.Tensor | LossSum):
+        if isinstance(returned, Mapping):
+            found = returned.get("loss")
+        elif isinstance(returned, tuple | list) and not hasattr(returned, "loss"):
+            found = returned[0] if returned else None
+        else:
+            found = getattr(returned, "loss", None)
+    if not isinstance(found, torch.Tensor | LossSum):
+        raise GradSyncError(
+            "A step function must return its loss: a tensor, a LossSum, a tuple or list that begins with one, a mapping "
+            f'with "loss", or an object with .loss; but what came is {_describe(returned)}. Return the unscaled loss.'
+        )
+    return found
+
+
+def check_loss(loss: torch.Tensor) -> None:
+    """Raise unless `backward` can run from `loss`."""
+    if loss.numel() != 1:
+        raise GradSyncError(
+            f"The loss must be a scalar or have one element, but its shape is {tuple(loss.shape)}. Return its mean, or "
+            "its sum in a LossSum."
+        )
+    if not loss.requires_grad:
+        raise GradSyncError(
+            "The loss must need a gradient, but it has requires_grad=False. Compute it from the model's parameters, and "
+            "neither under torch.no_grad() nor after .detach()."
+        )
+
+
+def detach(returned: T, loss: torch.Tensor | LossSum) -> T:
+    """`returned`, the same object, its loss without a graph (where it is a view in something frozen, an equal one)."""
+    tensor = loss.loss if isinstance(loss, LossSum) else loss
+    if not tensor._is_view():
+        tensor.detach_()
+        return returned
+    # A view cannot be detached in place: put its detached self where it stands.
+    plain: Any = LossSum(tensor.detach(), loss.count) if isinstance(loss, LossSum) else tensor.detach()
+    if returned is loss:
+        return plain  # type: ignore[no-any-return]
+    if isinstance(returned, MutableMapping):
+        returned["loss"] = plain
+    elif isinstance(returned, MutableSequence):
+        returned[0] = plain
+    elif type(returned) is tuple:
+        return (plain, *returned[1:])  # type: ignore[return-value]
+    else:
+        _swap(tensor, tensor.detach())
+    return returned
+
+
+def _swap(tensor: torch.Tensor, plain: torch.Tensor) -> None:
+    """Make the object `tensor` hold `plain`, whoever else refers to it: a named tuple, a frozen class, a proxy."""
+    torch.utils.swap_tensors(tensor, plain)
+
+
+def _describe(returned: object) -> str:
+    if isinstance(returned, Mapping):
+        return f"a {type(returned).__name__} with the keys {sorted(map(str, returned))}"
+    if isinstance(returned, tuple | list):
+        return f"a {type(returned).__name__} of {', '.join(type(one).__name__ for one in returned) or 'nothing'}"
+    return "None" if returned is None else f"of type {type(returned).__name__}"

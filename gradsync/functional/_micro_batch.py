@@ -1,0 +1,126 @@
+"""One micro-batch on its engines: held from before its forward, synchronised by its backward if it is the boundary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable, profiler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from gradsync.engines import Engine, Table
+
+
+class Hold:
+    """Context manager: the gradients of backwards inside stay local. Can be entered again and again, and nested.
+
+    A class, and one object for many micro-batches, because it runs in each of them: a generator would cost five times
+    as much.
+    """
+
+    __slots__ = ("_engines", "_found")
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+        self._found: list[list[Any]] = []
+
+    def __enter__(self) -> None:
+        self._found.append([engine.hold() for engine in self._engines])
+
+    def __exit__(self, *_: object) -> None:
+        for engine, found in zip(self._engines, self._found.pop(), strict=True):
+            engine.restore(found)
+
+
+def backward(loss: torch.Tensor, engines: Sequence[Engine], *, size: int, last: bool, table: Table = ()) -> Table:
+    """The backward of `loss` inside a `Hold`; if it is the `last` of its window, it synchronises the window.
+
+    `size` is what the window was planned to have: an engine that owes a synchronisation of its very first micro-batch
+    makes two in a window planned for more than one, also where that first one is the last, as on the other ranks.
+
+    An exception in it goes on after the collectives that it began are complete, so that no other rank waits for this
+    one. Returns `table` summed over the ranks.
+    """
+    armed = [engine for engine in engines if engine.owes_first]
+    once_more = last and size > 1 and bool(armed)
+    if last and not once_more:
+        armed = list(engines)
+    if not armed:
+        with named_range("gradsync.hold"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        return table
+    riding = table if last and not once_more else ()
+    sent = _send(engines, riding)
+    for engine in armed:
+        engine.arm(loss)
+    try:
+        with named_range("gradsync.sync"):
+            loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        carried = [engine.settle(riding) for engine in armed]
+    return reduce(engines, table) if once_more else _receive(sent, carried, table)
+
+
+def join_running(engines: Sequence[Engine], *, size: int, table: Table, done: Callable[[Table], None]) -> None:
+    """Synchronise in a backward that has begun, whose loss nobody knows here; `done(table)` as it ends."""
+    armed = [engine for engine in engines if engine.owes_first]
+    once_more = size > 1 and bool(armed)
+    if not once_more:
+        armed = list(engines)
+    riding = () if once_more else table
+    sent = _send(engines, riding)
+    for engine in armed:
+        engine.arm(None)
+
+    def finish() -> None:
+        carried = [engine.settle(riding) for engine in armed]
+        done(reduce(engines, table) if once_more else _receive(sent, carried, table))
+
+    # Queued twice over: the reducer queues its own end when its last bucket leaves, and ours must come after that.
+    queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    queue(lambda: queue(finish))
+
+
+def reduce(engines: Sequence[Engine], table: Table = ()) -> Table:
+    """Synchronise what is accumulated, without a backward; the other ranks may be in theirs."""
+    with named_range("gradsync.sync"):
+        sent = _send(engines, table)
+        return _receive(sent, [engine.reduce(table) for engine in engines], table)
+
+
+def _send(engines: Sequence[Engine], table: Table) -> tuple[torch.Tensor, dist.Work] | None:
+    """Put the table on its way, before the gradients, unless an engine takes it along with them."""
+    if not table or not engines or any(engine.carries for engine in engines):
+        return None
+    numbers = torch.tensor(table, dtype=torch.float64, device=engines[0].parameters[0].device)
+    return numbers, dist.all_reduce(numbers, group=engines[0].group, async_op=True)
+
+
+def _receive(sent: tuple[torch.Tensor, dist.Work] | None, carried: Sequence[Table | None], table: Table) -> Table:
+    if sent is not None:
+        numbers, work = sent
+        work.wait()
+        return numbers.tolist()  # type: ignore[no-any-return]
+    return next((came for came in carried if came is not None), table)
+
+
+class _NoRange:
+    __slots__ = ()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_NO_RANGE = _NoRange()
+
+
+def named_range(name: str) -> AbstractContextManager[Any]:
+    """A range of that name in torch.profiler; free while none runs (`record_function` alone costs 5 us)."""
+    if profiler._is_profiler_enabled:
+        return torch.profiler.record_function(name)
+    return _NO_RANGE

@@ -1,0 +1,42 @@
+"""`no_sync`: hold the gradients of some models back, on any engine."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from gradsync.engines import find
+from gradsync.functional._micro_batch import Hold
+
+
+class no_sync:  # noqa: N801 - a function to its users, like torch's own
+    """Context manager: gradients of backwards inside stay local, on whatever engine holds the models.
+
+    Put the forward inside too: some engines read the switch there, some in backward. It restores what it found, nests,
+    and has nothing to do where no engine is. `enabled=False` does nothing, for loops that decide as they go.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> with gradsync.no_sync(model):
+    ...     model(torch.ones(1, 2)).sum().backward()
+    """
+
+    def __init__(self, *models: nn.Module, enabled: bool = True) -> None:
+        self._hold = Hold(find(check_modules(models, "no_sync")) if enabled else [])
+
+    def __enter__(self) -> None:
+        self._hold.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._hold.__exit__(*exception)
+
+
+def check_modules(models: object, caller: str) -> tuple[nn.Module, ...]:
+    """`models`, one module or several, as a tuple; a TypeError for anything else."""
+    several = tuple(models) if isinstance(models, tuple | list) else (models,)
+    for model in several:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"gradsync.{caller} needs modules, but one argument is a {type(model).__name__}. Pass the model itself."
+            )
+    if not several:
+        raise TypeError(f"gradsync.{caller} needs at least one module, but none came. Pass the model.")
+    return several

@@ -1,0 +1,161 @@
+"""A window in the making, on its engines: what the decorator and the iterator both drive."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradsync._errors import GradSyncError
+from gradsync.functional._gradients import discard
+from gradsync.functional._loss import LossSum, check_loss
+from gradsync.functional._micro_batch import Hold, backward, join_running, reduce
+from gradsync.functional._tally import Row, decode, encode, factor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+    from torch.amp import GradScaler
+
+    from gradsync.engines import Engine, Table
+
+
+class OpenWindow:
+    """The micro-batches since the last boundary: how many came, what they were sums over, whose gradients they are.
+
+    It holds no optimizer, and nothing in it outlives a boundary but the engines.
+    """
+
+    __slots__ = (
+        "_active", "_trainable", "count", "engines", "group", "hold", "losses", "num_micro_batches", "num_ranks",
+        "parameters", "rank", "size",
+    )  # fmt: skip
+
+    def __init__(self, engines: Sequence[Engine], parameters: Sequence[nn.Parameter]) -> None:
+        self.engines = engines
+        self.parameters = parameters
+        self.group = engines[0].group if engines else None
+        self.num_ranks = self.group.size() if self.group else 1
+        self.rank = self.group.rank() if self.group else 0
+        if len({engine.group.size() for engine in engines}) > 1:
+            raise GradSyncError(
+                "All engines of one step must synchronise over the same number of ranks, but they have "
+                f"{[engine.group.size() for engine in engines]}. Give models on other groups a step function of their own."
+            )
+        self.hold = Hold(engines)
+        self.size = 0
+        self._clear()
+
+    def open(self, size: int, source: int = 0) -> None:
+        """Begin a window of `size` micro-batches, with the buffers of rank `source`. Collective where there are any."""
+        self.size = size
+        self._active = [engine for engine in self.engines if engine.trainable()]
+        self._trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
+        for engine in self._active:
+            engine.open(source)
+        self._clear()
+
+    def backward(
+        self,
+        loss: torch.Tensor | LossSum,
+        *,
+        last: bool,
+        ask: bool = False,
+        more: bool = False,
+        scaler: GradScaler | None = None,
+    ) -> list[Row] | None:
+        """One micro-batch's backward, inside `hold`; on the `last`, the gradients synchronise.
+
+        Returns what all ranks brought where that had to be asked, or `ask` says so: for sums, whose counts only their
+        ranks know, and for windows that may not be full.
+        """
+        scaled = self._scale(loss)
+        if last:
+            self._check_trainable()
+        ask = last and (ask or self.count is not None) and self.num_ranks > 1
+        table = self._table(more) if ask else ()
+        kept = scaled.detach()
+        summed = backward(
+            scaled if scaler is None else scaler.scale(scaled), self._active, size=self.size, last=last, table=table
+        )
+        self.losses.append(kept)
+        return self._rows(summed, more) if last else None
+
+    def join_running(self, *, ask: bool, more: bool, done: Callable[[list[Row] | None], None]) -> None:
+        """A backward that is not ours has begun, at the boundary: synchronise in it, and call `done` at its end."""
+        self._check_trainable()
+        self.num_micro_batches += 1
+        table = self._table(more) if ask and self.num_ranks > 1 else ()
+        join_running(self._active, size=self.size, table=table, done=lambda summed: done(self._rows(summed, more)))
+
+    def reduce(self, *, more: bool = False) -> list[Row]:
+        """Synchronise what is held, without a backward, with whatever the other ranks do on this window."""
+        return self._rows(reduce(self._active, self._table(more)), more) or []
+
+    def factor(self, rows: Sequence[Row] | None) -> float | None:
+        """What makes the synchronised gradients the mean; None if there is nothing to average."""
+        return 1.0 if rows is None else factor(rows, self.size)
+
+    def mean_loss(self) -> torch.Tensor | None:
+        """This rank's mean of the losses so far, on their device; a later read, so that nothing waits for it here."""
+        if not self.losses:
+            return None
+        total = torch.stack([loss.reshape(()) for loss in self.losses]).sum()
+        return total * (self.size / self.num_micro_batches) if self.count is None else total / self.count
+
+    def discard(self) -> None:
+        """Drop what is accumulated, inside the engines too."""
+        for engine in self.engines:
+            engine.discard()
+        discard(self.parameters)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.num_micro_batches = 0
+        self.count: float | torch.Tensor | None = None
+        self.losses: list[torch.Tensor] = []
+
+    def _scale(self, loss: torch.Tensor | LossSum) -> torch.Tensor:
+        """What to run backward from. Counts the micro-batch."""
+        is_sum = isinstance(loss, LossSum)
+        tensor = loss.loss if is_sum else loss
+        check_loss(tensor)
+        if self.num_micro_batches and is_sum != (self.count is not None):
+            raise GradSyncError(
+                "All losses of a window must be of one kind, but a LossSum and a mean came. Return a LossSum in each "
+                "micro-batch, or in none."
+            )
+        self.num_micro_batches += 1
+        if not is_sum:
+            return tensor / self.size
+        _check_count(loss.count)
+        self.count = loss.count if self.count is None else self.count + loss.count
+        return tensor.clone()  # a clone, because the caller may write to the loss that it gets back
+
+    def _rows(self, summed: Table, more: bool) -> list[Row] | None:
+        if self.num_ranks == 1:
+            return [Row(self.num_micro_batches, self._count(), more)]
+        return decode(summed) if summed else None
+
+    def _count(self) -> float | None:
+        return None if self.count is None else float(self.count)
+
+    def _table(self, more: bool) -> list[float]:
+        return encode(Row(self.num_micro_batches, self._count(), more), self.rank, self.num_ranks)
+
+    def _check_trainable(self) -> None:
+        now = [parameter for parameter in self.parameters if parameter.requires_grad]
+        if len(now) != len(self._trainable) or any(a is not b for a, b in zip(now, self._trainable, strict=True)):
+            raise GradSyncError(
+                "Which parameters are trainable must stay the same within a window, but requires_grad changed in the "
+                "middle of one. Freeze and unfreeze between windows, where progress.index is 0."
+            )
+
+
+def _check_count(count: object) -> None:
+    if isinstance(count, bool) or not isinstance(count, int | float | torch.Tensor):
+        raise TypeError(
+            f"The count of a LossSum must be an int, a float or a tensor, but it is of type {type(count).__name__}. "
+            "Pass what the loss is a sum over, such as the number of tokens."
+        )

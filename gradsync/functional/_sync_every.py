@@ -1,0 +1,207 @@
+"""`sync_every`: the windows of a loop that stays the user's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, TypeVar, overload
+
+from gradsync._errors import GradSyncError
+from gradsync.engines import attach
+from gradsync.functional._agreement import insist, meet
+from gradsync.functional._gradients import discard, normalise
+from gradsync.functional._leaf_hooks import LeafHooks, PlainBackward, weightless
+from gradsync.functional._loss import LossSum
+from gradsync.functional._no_sync import check_modules
+from gradsync.functional._open_window import OpenWindow
+from gradsync.functional._stream import length, lookahead
+from gradsync.functional._window import Steps, check_steps, window_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import torch
+    from torch import nn
+
+    from gradsync.functional._tally import Row
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MicroStep:
+    """One micro-batch's place in its window, and its backward."""
+
+    index: int
+    window: int
+    size: int
+    last: bool
+    replay: bool
+    _loop: _Loop = field(repr=False)
+
+    def backward(self, loss: torch.Tensor, *, count: float | torch.Tensor | None = None) -> None:
+        """Scale the loss and run its backward; on the last micro-step, synchronise and normalise the gradients.
+
+        Afterwards, on the last one, each gradient is the mean over all micro-batches of all ranks in the window. With
+        `count`, `loss` is a sum over `count` items, and the gradient is that of all sums over all counts. With AMP, pass
+        `scaler.scale(loss)`.
+        """
+        self._loop.backward(self, loss if count is None else LossSum(loss, count))
+
+
+@overload
+def sync_every(model: nn.Module | Sequence[nn.Module], steps: Steps) -> Iterator[MicroStep]: ...
+@overload
+def sync_every(
+    model: nn.Module | Sequence[nn.Module], steps: Steps, iterable: Iterable[T]
+) -> Iterator[tuple[MicroStep, T]]: ...
+def sync_every(
+    model: nn.Module | Sequence[nn.Module], steps: Steps, iterable: Iterable[T] | None = None
+) -> Iterator[MicroStep] | Iterator[tuple[MicroStep, T]]:
+    """Micro-steps that synchronise once every `steps`, for a loop that keeps its own backward and update.
+
+    With an iterable it yields `(MicroStep, item)` and closes the tail exactly, on ranks with different numbers of items
+    too; without, it is endless, to zip with a loop. What runs in the loop's body is held or not by the step that it is
+    in. Leaving the loop in any way leaves the model's engine as it was.
+
+    >>> model = torch.nn.Linear(1, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> for step, batch in gradsync.sync_every(model, 2, torch.ones(5, 3, 1)):
+    ...     step.backward(model(batch).square().mean())
+    ...     if step.last:
+    ...         print(step.window, step.index)
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    0 1
+    1 1
+    2 0
+    """
+    check_steps(steps)
+    loop = _Loop(check_modules(model, "sync_every"), steps)
+    return loop.endless() if iterable is None else loop.over(iterable)
+
+
+class _Loop:
+    """One run of `sync_every`: its open window, and what the current micro-step has done so far."""
+
+    def __init__(self, models: Sequence[nn.Module], steps: Steps) -> None:
+        self._models = models
+        self._steps = steps
+        self._finite = False  # whether the data can end, and so ranks can differ
+        self._more = False  # whether this rank has another item
+        self._explicit = False  # whether the user calls step.backward, as far as seen
+        self._current: MicroStep | None = None
+        self._done: MicroStep | None = None
+        self._plain: PlainBackward | None = None
+        self._hooks: list[LeafHooks] = []
+        self._rows: Sequence[Row] | None = None
+
+    def endless(self) -> Iterator[MicroStep]:
+        self._begin()
+        for number in count():
+            size = window_size(self._steps, number)
+            self._window.open(size)
+            for index in range(size):
+                step = MicroStep(index, number, size, index + 1 == size, replay=False, _loop=self)
+                yield from self._place(step, step)
+
+    def over(self, iterable: Iterable[T]) -> Iterator[tuple[MicroStep, T]]:
+        self._finite = True
+        self._begin()
+        items = lookahead(iterable)
+        upcoming = next(items, None)
+        source = self._first_source(upcoming is not None, length(iterable))
+        for number in count():
+            if source is None:
+                return
+            size = window_size(self._steps, number)
+            self._window.open(size, source)
+            for index in range(size):
+                if upcoming is None:
+                    break
+                item, self._more = upcoming[0], not upcoming[1]
+                step = MicroStep(index, number, size, not self._more or index + 1 == size, replay=False, _loop=self)
+                yield from self._place(step, (step, item))
+                upcoming = next(items, None)
+            else:
+                index = size
+            if index == 0:
+                # This rank has run out. The others need its part in their synchronisation, and its update.
+                step = MicroStep(0, number, size, last=True, replay=True, _loop=self)
+                yield from self._place(step, (step, item))
+            source = self._next_source()
+
+    def backward(self, step: MicroStep, loss: torch.Tensor | LossSum) -> None:
+        """What `MicroStep.backward` does."""
+        if step is not self._current:
+            raise GradSyncError(
+                f"Each micro-step runs one backward, in its own turn of the loop, but micro-step {step.index} of window "
+                f"{step.window} ran {'a second one' if self._done is step else 'one out of turn'}. Add the losses up and "
+                "call step.backward once."
+            )
+        self._current, self._done = None, step
+        self._explicit = True
+        for hooks in self._hooks:
+            hooks.remove()
+        if step.replay:
+            self._rows = self._window.reduce()
+        else:
+            self._rows = self._window.backward(loss, last=step.last, ask=self._finite, more=self._more)
+        if step.last:
+            factor = self._window.factor(self._rows)
+            if factor is None:
+                discard(self._window.parameters)  # counts that add up to zero: nothing to average
+            else:
+                normalise(self._window.parameters, factor)
+
+    # -- one turn of the loop ---------------------------------------------------------------------------------------
+
+    def _place(self, step: MicroStep, value: T) -> Iterator[T]:
+        """Hand out `value` with everything in place for `step`, and put everything back, however the turn ends."""
+        self._current, self._done = step, None
+        self._plain = PlainBackward(self._window.parameters, self._join) if step.last and not self._explicit else None
+        self._hooks = [weightless(self._window.parameters)] if step.replay else []
+        self._hooks += [self._plain] if self._plain is not None else []
+        with self._window.hold:
+            try:
+                yield value
+            finally:
+                for hooks in self._hooks:
+                    hooks.remove()
+        if step.last and self._done is None and not (self._plain is not None and self._plain.began):
+            raise GradSyncError(
+                f"The last micro-step of a window must run a backward, which synchronises the window, but that of window "
+                f"{step.window} ended without one. Call step.backward(loss) in each turn, or end the loop."
+            )
+
+    def _join(self) -> None:
+        """The user's own backward has begun on the last micro-step."""
+        self._window.join_running(ask=self._finite, more=self._more, done=self._note)
+
+    def _note(self, rows: Sequence[Row] | None) -> None:
+        self._rows = rows
+
+    # -- ranks ------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        engines = attach(self._models)
+        self._window = OpenWindow(engines, list(dict.fromkeys(p for model in self._models for p in model.parameters())))
+        insist(meet(self._window.group, "the start of sync_every", {"steps": window_size(self._steps, 0)}))
+
+    def _first_source(self, has_item: bool, num_items: int | None) -> int | None:
+        """The lowest rank with an item, whose buffers the first window begins with; None if there is no item at all."""
+        said = meet(self._window.group, "the data of sync_every", {"has_item": has_item, "num_items": num_items})
+        empty = [str(rank) for rank, words in enumerate(said) if not words["has_item"]]
+        if len(empty) == len(said):
+            return None
+        if empty:
+            raise GradSyncError(
+                f"Every rank needs at least one item in sync_every, to run its forward with when it has run out, but rank "
+                f"{', '.join(empty)} has none. Give it one, or use accumulating, whose .over needs none on DDP."
+            )
+        return 0
+
+    def _next_source(self) -> int | None:
+        if self._rows is None:
+            return 0 if self._more else None
+        return next((rank for rank, row in enumerate(self._rows) if row.more), None)

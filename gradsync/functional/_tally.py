@@ -1,0 +1,74 @@
+"""What each rank brings to a window, and the table of all of them.
+
+A row is written as six small whole numbers, below 2**20 and so exact in any float that gradients come in, summed and
+averaged. That is why a table can travel inside the gradients' own collective.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradsync._errors import GradSyncError
+from gradsync.engines import TABLE_WIDTH
+from gradsync.functional._window import correction
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_CHUNK = 1 << 18
+_NO_COUNT = 4096  # no exponent of a float64 comes near it
+
+
+class Row(NamedTuple):
+    """What one rank brings to one window."""
+
+    num_micro_batches: int
+    count: float | None  # what its LossSums were sums over; None if its losses were means
+    more: bool  # whether it may have a micro-batch in the next window
+
+
+def encode(row: Row, rank: int, num_ranks: int) -> list[float]:
+    """The table that holds only this rank's row; summed over the ranks it is the whole."""
+    table = [0.0] * (TABLE_WIDTH * num_ranks)
+    fraction, exponent = (0.0, _NO_COUNT) if row.count is None else math.frexp(row.count)
+    chunks = []
+    for _ in range(3):  # 3 times 18 bits hold the 53 of a float64
+        fraction *= _CHUNK
+        chunks.append(float(int(fraction)))
+        fraction -= int(fraction)
+    table[TABLE_WIDTH * rank : TABLE_WIDTH * (rank + 1)] = [row.num_micro_batches, row.more, exponent, *chunks]
+    return table
+
+
+def decode(table: Sequence[float]) -> list[Row]:
+    """All ranks' rows.
+
+    >>> decode(encode(Row(4, 0.1, more=True), rank=0, num_ranks=1))
+    [Row(num_micro_batches=4, count=0.1, more=True)]
+    """
+    rows = []
+    for start in range(0, len(table), TABLE_WIDTH):
+        num, more, exponent, *chunks = table[start : start + TABLE_WIDTH]
+        fraction = sum(chunk / _CHUNK**place for place, chunk in enumerate(chunks, start=1))
+        count = None if exponent == _NO_COUNT else math.ldexp(fraction, int(exponent))
+        rows.append(Row(int(num), count, bool(more)))
+    return rows
+
+
+def factor(rows: Sequence[Row], planned: int) -> float | None:
+    """What to multiply the engine's average by; None if the window holds nothing to average, and makes no update."""
+    came = [(rank, row) for rank, row in enumerate(rows) if row.num_micro_batches]
+    kinds = {row.count is None for _, row in came}
+    if len(kinds) > 1:
+        raise GradSyncError(
+            "All ranks must return the same kind of loss in a window, but "
+            + ", ".join(f"rank {rank} returned {'a mean' if row.count is None else 'a LossSum'}" for rank, row in came)
+            + ". Return a LossSum everywhere, or nowhere."
+        )
+    if not came:
+        return None
+    if True in kinds:
+        return correction(planned, len(rows), sum(row.num_micro_batches for _, row in came))
+    count = math.fsum(row.count or 0.0 for _, row in came)
+    return len(rows) / count if count else None
