@@ -63,9 +63,10 @@ class DDPEngine(Engine):
         self._ddp = ddp
         self._sparse = _sparse_parameters(module or ddp.module)
         self._reduced = _reduced_parameters(ddp)
+        self._stats_before: list[int] = []
+        self._owes_first = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
         if len(self._reduced) != ddp._get_ddp_logging_data()["num_parameter_tensors"]:
             self._rebuild_reducer()
-        self._stats_before: list[int] = []
 
     # -- window ---------------------------------------------------------------------------------------------------
 
@@ -89,18 +90,22 @@ class DDPEngine(Engine):
 
     @property
     def owes_first(self) -> bool:
-        return self._ddp.static_graph and not self._ddp._static_graph_delay_allreduce_enqueued
+        return self._owes_first
 
     def hold(self) -> tuple[bool, bool]:
         # Written through __dict__: nn.Module.__setattr__ costs 1.7 us a pair, this 0.05.
         state = self._ddp.__dict__
         found = (state["require_backward_grad_sync"], state["require_forward_param_sync"])
         state["require_backward_grad_sync"] = state["require_forward_param_sync"] = False
+        if self._owes_first:
+            state["_static_graph_delay_allreduce_enqueued"] = True  # else DDP's forward would queue it once more
         return found
 
     def restore(self, found: tuple[bool, bool]) -> None:
         state = self._ddp.__dict__
         state["require_backward_grad_sync"], state["require_forward_param_sync"] = found
+        if self._owes_first:
+            state["_static_graph_delay_allreduce_enqueued"] = False
 
     # -- boundary -------------------------------------------------------------------------------------------------
 
@@ -110,9 +115,9 @@ class DDPEngine(Engine):
         ddp.reducer.prepare_for_forward()
         ddp.reducer.prepare_for_backward(self._outputs(loss))
         self._stats_before = ddp.reducer.get_backward_stats()
-        if self.owes_first:
-            # A static graph reduces at the end of its first backward. DDP's forward arranges that; it may never run.
-            ddp._static_graph_delay_allreduce_enqueued = True
+        if self._owes_first:
+            # A static graph reduces at the end of its first backward. DDP's forward would arrange that.
+            ddp._static_graph_delay_allreduce_enqueued, self._owes_first = True, False
             self._stats_before = []
             if loss is None:
                 self._queue_delayed_reduction()
@@ -214,7 +219,7 @@ class DDPEngine(Engine):
         parameters, sparse = ddp._build_params_for_reducer()
         ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
         if ddp.static_graph:
-            ddp._static_graph_delay_allreduce_enqueued = False
+            ddp._static_graph_delay_allreduce_enqueued, self._owes_first = False, True
             ddp.reducer._set_static_graph()
         for hook, state in ddp._comm_hooks:
             dist._register_comm_hook(ddp.reducer, state, hook)

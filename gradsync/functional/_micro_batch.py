@@ -39,16 +39,10 @@ class Hold:
 def backward(loss: torch.Tensor, engines: Sequence[Engine], *, size: int, last: bool, table: Table = ()) -> Table:
     """The backward of `loss` inside a `Hold`; if it is the `last` of its window, it synchronises the window.
 
-    `size` is what the window was planned to have: an engine that owes a synchronisation of its very first micro-batch
-    makes two in a window planned for more than one, also where that first one is the last, as on the other ranks.
-
-    An exception in it goes on after the collectives that it began are complete, so that no other rank waits for this
-    one. Returns `table` summed over the ranks.
+    `size` is what the window was planned to have. An exception goes on after the collectives that the backward began
+    are complete, so that no other rank waits for this one. Returns `table` summed over the ranks.
     """
-    armed = [engine for engine in engines if engine.owes_first]
-    once_more = last and size > 1 and bool(armed)
-    if last and not once_more:
-        armed = list(engines)
+    armed, once_more = _whom_to_arm(engines, size, last)
     if not armed:
         with named_range("gradsync.hold"):
             loss.backward()  # type: ignore[no-untyped-call]
@@ -62,27 +56,37 @@ def backward(loss: torch.Tensor, engines: Sequence[Engine], *, size: int, last: 
             loss.backward()  # type: ignore[no-untyped-call]
     finally:
         carried = [engine.settle(riding) for engine in armed]
-    return reduce(engines, table) if once_more else _receive(sent, carried, table)
+    return reduce(engines, table) if once_more else _receive(sent, carried, riding)
 
 
-def join_running(engines: Sequence[Engine], *, size: int, table: Table, done: Callable[[Table], None]) -> None:
-    """Synchronise in a backward that has begun, whose loss nobody knows here; `done(table)` as it ends."""
-    armed = [engine for engine in engines if engine.owes_first]
-    once_more = size > 1 and bool(armed)
-    if not once_more:
-        armed = list(engines)
-    riding = () if once_more else table
+def join_running(
+    engines: Sequence[Engine], *, size: int, last: bool, table: Table, done: Callable[[Table], None]
+) -> None:
+    """The same in a backward that has begun already, from a loss that nobody knows here; `done(table)` as it ends."""
+    armed, once_more = _whom_to_arm(engines, size, last)
+    riding = table if last and not once_more else ()
     sent = _send(engines, riding)
     for engine in armed:
         engine.arm(None)
 
     def finish() -> None:
         carried = [engine.settle(riding) for engine in armed]
-        done(reduce(engines, table) if once_more else _receive(sent, carried, table))
+        done(reduce(engines, table) if once_more else _receive(sent, carried, riding))
 
     # Queued twice over: the reducer queues its own end when its last bucket leaves, and ours must come after that.
     queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
     queue(lambda: queue(finish))
+
+
+def _whom_to_arm(engines: Sequence[Engine], size: int, last: bool) -> tuple[Sequence[Engine], bool]:
+    """The engines that synchronise in this backward, and whether all have to, once more, after it.
+
+    An engine that owes a synchronisation of its very first micro-batch makes two in a window planned for more than
+    one. Where that first one is the last as well, it still makes two: on other ranks it may not be the last.
+    """
+    owing = [engine for engine in engines if engine.owes_first]
+    once_more = last and size > 1 and bool(owing)
+    return (engines if last and not once_more else owing), once_more
 
 
 def reduce(engines: Sequence[Engine], table: Table = ()) -> Table:

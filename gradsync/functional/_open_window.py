@@ -82,12 +82,21 @@ class OpenWindow:
         self.losses.append(kept)
         return self._rows(summed, more) if last else None
 
-    def join_running(self, *, ask: bool, more: bool, done: Callable[[list[Row] | None], None]) -> None:
-        """A backward that is not ours has begun, at the boundary: synchronise in it, and call `done` at its end."""
+    @property
+    def owes_first(self) -> bool:
+        """Whether the next micro-batch synchronises, boundary or not."""
+        return any(engine.owes_first for engine in self._active)
+
+    def join_running(
+        self, *, last: bool, ask: bool, more: bool, done: Callable[[list[Row] | None], None]
+    ) -> None:
+        """A backward that is not ours has begun: synchronise in it, and call `done` at its end."""
         self._check_trainable()
         self.num_micro_batches += 1
-        table = self._table(more) if ask and self.num_ranks > 1 else ()
-        join_running(self._active, size=self.size, table=table, done=lambda summed: done(self._rows(summed, more)))
+        table = self._table(more) if ask and last and self.num_ranks > 1 else ()
+        join_running(
+            self._active, size=self.size, last=last, table=table, done=lambda summed: done(self._rows(summed, more))
+        )
 
     def reduce(self, *, more: bool = False) -> list[Row]:
         """Synchronise what is held, without a backward, with whatever the other ranks do on this window."""

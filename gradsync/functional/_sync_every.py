@@ -159,7 +159,8 @@ class _Loop:
     def _place(self, step: MicroStep, value: T) -> Iterator[T]:
         """Hand out `value` with everything in place for `step`, and put everything back, however the turn ends."""
         self._current, self._done = step, None
-        self._plain = PlainBackward(self._window.parameters, self._join) if step.last and not self._explicit else None
+        watch = not self._explicit and (step.last or self._window.owes_first)
+        self._plain = PlainBackward(self._window.parameters, self._join) if watch else None
         self._hooks = [weightless(self._window.parameters)] if step.replay else []
         self._hooks += [self._plain] if self._plain is not None else []
         with self._window.hold:
@@ -175,8 +176,9 @@ class _Loop:
             )
 
     def _join(self) -> None:
-        """The user's own backward has begun on the last micro-step."""
-        self._window.join_running(ask=self._finite, more=self._more, done=self._note)
+        """The user's own backward has begun on a micro-step that synchronises."""
+        last = self._current is not None and self._current.last
+        self._window.join_running(last=last, ask=self._finite, more=self._more, done=self._note)
 
     def _note(self, rows: Sequence[Row] | None) -> None:
         self._rows = rows
