@@ -1,2 +1,21 @@
+"""Gradient accumulation and gradient synchronisation in PyTorch, exact, and without a framework."""
+
+from gradsync import engines, functional
+from gradsync._accumulating import accumulating
 from gradsync._errors import GradSyncError
-from gradsync.functional import *
+from gradsync._launch import ddp, process_group
+from gradsync.functional import LossSum, MicroStep, no_sync, sync_every, sync_gradients
+
+__all__ = [
+    "GradSyncError",
+    "LossSum",
+    "MicroStep",
+    "accumulating",
+    "ddp",
+    "engines",
+    "functional",
+    "no_sync",
+    "process_group",
+    "sync_every",
+    "sync_gradients",
+]

@@ -41,8 +41,11 @@ def find(models: Iterable[nn.Module]) -> list[Engine]:
     return [*engines, *(engine for engine in roots if engine is not None)]
 
 
-def attach(models: Iterable[nn.Module]) -> list[Engine]:
-    """The engines of `models`; parameters that none of them covers get DDP behind their module. Collective."""
+def attach(models: Iterable[nn.Module], agree: Callable[[nn.Module], None] = lambda _: None) -> list[Engine]:
+    """The engines of `models`; parameters that none of them covers get DDP behind their module. Collective.
+
+    `agree(model)` is called before DDP is made, which hangs where the ranks' models differ.
+    """
     models = list(models)
     engines, covered = _walk(models)
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -50,6 +53,7 @@ def attach(models: Iterable[nn.Module]) -> list[Engine]:
     for model in map(_bare, models):
         parameters = {id(p): p for p in model.parameters() if id(p) not in covered}
         if model not in _BEHIND and any(p.requires_grad for p in parameters.values()):
+            agree(model)
             _BEHIND[model] = BehindEngine(model, covered)
         if model in _BEHIND:
             engines.append(_BEHIND[model])

@@ -1,19 +1,22 @@
-"""How ranks agree: seldom and in words through the store, once a window in numbers through a collective."""
+"""How ranks agree in words: through the store, seldom. In numbers, once a window, they agree in `_tally`."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from torch import nn
 
 _SLICE = timedelta(seconds=1)
 
@@ -55,14 +58,56 @@ def insist(said: Sequence[Mapping[str, Any]], *, allowed: str = "") -> None:
             )
 
 
-def total(group: dist.ProcessGroup | None, numbers: Sequence[float], like: torch.Tensor) -> list[float]:
-    """`numbers` summed over the ranks, in float64. One small collective and one host synchronisation."""
-    if group is None or group.size() == 1:
-        return list(numbers)
-    summed = torch.tensor(numbers, dtype=torch.float64, device=like.device)
-    dist.all_reduce(summed, group=group)
-    result: list[float] = summed.tolist()
-    return result
+def agree_on_model(model: nn.Module) -> None:
+    """Raise on every rank if the ranks' trainable parameters differ."""
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters() if p.requires_grad]
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]
+    words = {
+        "trainable parameters": f"{len(shapes)} of {sum(math.prod(shape) for _, shape, _ in shapes)} elements "
+        f"(names, shapes and dtypes hash to {digest})"
+    }
+    insist(meet(dist.group.WORLD, f"the first use of a {type(model).__name__}", words))
+
+
+def nothing_here(name: str) -> None:
+    """This rank's data was empty and its models are unknown: fine if that is so on every rank, else an error on all.
+
+    It is said in the default group's store, where ranks that wait for this one in `meet` look.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    group = dist.group.WORLD
+    assert group is not None, "initialised"
+    store, rank = group.get_group_store(), group.rank()
+    mine = store.add(f"gradsync/empty/{rank}", 1)
+    limit = time.monotonic() + _timeout(group)
+    while time.monotonic() < limit:
+        if all(store.add(f"gradsync/empty/{other}", 0) >= mine for other in range(group.size())):
+            return
+        if store.add(f"gradsync/needed/{rank}", 0) >= mine:
+            break
+        time.sleep(0.05)
+    raise GradSyncError(_EMPTY.format(name=name, ranks=rank))
+
+
+_EMPTY = (
+    "Every rank needs an item where the models are not known before the first call, but in {name}.over rank {ranks} had "
+    "none. Name them: accumulating(..., model=..., optimizer=...), or give each rank an item."
+)
+
+
+def _refuse_empty(group: dist.ProcessGroup, missing: Sequence[int], topic: str) -> None:
+    """Raise if a rank that is waited for said that it has nothing, and knows no models; tell it so."""
+    world = dist.group.WORLD
+    assert world is not None, "initialised"
+    store = world.get_group_store()
+    missing = [dist.get_global_rank(group, rank) for rank in missing]
+    before = store.add(f"gradsync/empty/{world.rank()}", 0)  # the times that all were empty, this one among them
+    empty = [rank for rank in missing if store.add(f"gradsync/empty/{rank}", 0) > before]
+    if empty:
+        for rank in empty:
+            store.add(f"gradsync/needed/{rank}", before + 1)
+        raise GradSyncError(_EMPTY.format(name=topic, ranks=", ".join(map(str, empty))))
 
 
 def _wait(store: dist.Store, keys: Sequence[str], group: dist.ProcessGroup, topic: str) -> None:
@@ -76,13 +121,14 @@ def _wait(store: dist.Store, keys: Sequence[str], group: dist.ProcessGroup, topi
                 "holds it, usually rank 0, has ended."
             ) from error
         except RuntimeError:  # a time-out: DistStoreError from a TCPStore, its parent from a FileStore
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            _refuse_empty(group, missing, topic)
             if time.monotonic() < limit:
                 continue
         else:
             return
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         raise GradSyncError(
-            f"Every rank must come to {topic}, but rank {', '.join(missing)} did not within the process group's "
+            f"Every rank must come to {topic}, but rank {', '.join(map(str, missing))} did not within the process group's "
             "time-out. It has ended, failed, or has another number of micro-batches; .over(...) allows for that."
         )
 

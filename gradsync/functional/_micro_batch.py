@@ -36,24 +36,32 @@ class Hold:
             engine.restore(found)
 
 
-def backward(loss: torch.Tensor, engines: Sequence[Engine], *, size: int, last: bool, table: Table = ()) -> Table:
+def backward(
+    loss: torch.Tensor,
+    engines: Sequence[Engine],
+    *,
+    size: int,
+    last: bool,
+    early: bool = False,
+    table: Table = (),
+) -> Table:
     """The backward of `loss` inside a `Hold`; if it is the `last` of its window, it synchronises the window.
+
+    `early` synchronises whichever it is: averaging once more what is equal already changes nothing.
 
     `size` is what the window was planned to have. An exception goes on after the collectives that the backward began
     are complete, so that no other rank waits for this one. Returns `table` summed over the ranks.
     """
-    armed, once_more = _whom_to_arm(engines, size, last)
+    armed, once_more = (engines, False) if early else _whom_to_arm(engines, size, last)
     if not armed:
-        with named_range("gradsync.hold"):
-            loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
         return table
     riding = table if last and not once_more else ()
     sent = _send(engines, riding)
     for engine in armed:
         engine.arm(loss)
     try:
-        with named_range("gradsync.sync"):
-            loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
     finally:
         carried = [engine.settle(riding) for engine in armed]
     return reduce(engines, table) if once_more else _receive(sent, carried, riding)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,7 @@ from gradsync.functional._micro_batch import Hold, backward, join_running, reduc
 from gradsync.functional._tally import Row, decode, encode, factor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
     from torch.amp import GradScaler
@@ -52,8 +52,7 @@ class OpenWindow:
         self.size = size
         self._active = [engine for engine in self.engines if engine.trainable()]
         self._trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
-        for engine in self._active:
-            engine.open(source)
+        self.share_buffers(source)
         self._clear()
 
     def backward(
@@ -63,9 +62,11 @@ class OpenWindow:
         last: bool,
         ask: bool = False,
         more: bool = False,
+        filled: bool = False,
+        early: bool = False,
         scaler: GradScaler | None = None,
     ) -> list[Row] | None:
-        """One micro-batch's backward, inside `hold`; on the `last`, the gradients synchronise.
+        """One micro-batch's backward, inside `hold`; on the `last`, or `early` on each, the gradients synchronise.
 
         Returns what all ranks brought where that had to be asked, or `ask` says so: for sums, whose counts only their
         ranks know, and for windows that may not be full.
@@ -74,13 +75,19 @@ class OpenWindow:
         if last:
             self._check_trainable()
         ask = last and (ask or self.count is not None) and self.num_ranks > 1
-        table = self._table(more) if ask else ()
+        row = self._row(more=more, filled=filled) if last else None
+        table = self._table(row) if ask and row else ()
         kept = scaled.detach()
         summed = backward(
-            scaled if scaler is None else scaler.scale(scaled), self._active, size=self.size, last=last, table=table
+            scaled if scaler is None else scaler.scale(scaled),
+            self._active,
+            size=self.size,
+            last=last,
+            early=early,
+            table=table,
         )
         self.losses.append(kept)
-        return self._rows(summed, more) if last else None
+        return self._rows(summed, row) if row else None
 
     @property
     def owes_first(self) -> bool:
@@ -93,25 +100,25 @@ class OpenWindow:
         """A backward that is not ours has begun: synchronise in it, and call `done` at its end."""
         self._check_trainable()
         self.num_micro_batches += 1
-        table = self._table(more) if ask and last and self.num_ranks > 1 else ()
+        row = self._row(more=more)
+        table = self._table(row) if ask and last and self.num_ranks > 1 else ()
         join_running(
-            self._active, size=self.size, last=last, table=table, done=lambda summed: done(self._rows(summed, more))
+            self._active, size=self.size, last=last, table=table, done=lambda summed: done(self._rows(summed, row))
         )
 
-    def reduce(self, *, more: bool = False) -> list[Row]:
+    def reduce(self, *, more: bool = False, filled: bool = False) -> list[Row]:
         """Synchronise what is held, without a backward, with whatever the other ranks do on this window."""
-        return self._rows(reduce(self._active, self._table(more)), more) or []
+        row = self._row(more=more, filled=filled)
+        return self._rows(reduce(self._active, self._table(row)), row) or []
+
+    def share_buffers(self, source: int) -> None:
+        """Make the buffers of all ranks those of rank `source`. Collective where there are any."""
+        for engine in self._active:
+            engine.open(source)
 
     def factor(self, rows: Sequence[Row] | None) -> float | None:
         """What makes the synchronised gradients the mean; None if there is nothing to average."""
         return 1.0 if rows is None else factor(rows, self.size)
-
-    def mean_loss(self) -> torch.Tensor | None:
-        """This rank's mean of the losses so far, on their device; a later read, so that nothing waits for it here."""
-        if not self.losses:
-            return None
-        total = torch.stack([loss.reshape(()) for loss in self.losses]).sum()
-        return total * (self.size / self.num_micro_batches) if self.count is None else total / self.count
 
     def discard(self) -> None:
         """Drop what is accumulated, inside the engines too."""
@@ -119,6 +126,30 @@ class OpenWindow:
             engine.discard()
         discard(self.parameters)
         self._clear()
+
+    def state_dict(self, names: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        """What came so far on this rank: counts, losses, and the held gradients by the parameters' `names`."""
+        return {
+            "size": self.size,
+            "num_micro_batches": self.num_micro_batches,
+            "count": None if self.count is None else float(self.count),
+            "losses": [loss.clone() for loss in self.losses],
+            "gradients": {name: p.grad.detach().clone() for name, p in names.items() if p.grad is not None},
+            "parameters": sorted(names),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], names: Mapping[str, nn.Parameter], owner: str) -> None:
+        """Put that back into a window that has just been opened."""
+        if state["parameters"] != sorted(names):
+            odd = sorted(set(state["parameters"]).symmetric_difference(names))
+            raise GradSyncError(
+                f"A state in the middle of a window needs the same parameters, but that for {owner} differs in "
+                f"{', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Load it into the same model."
+            )
+        self.num_micro_batches, self.count = state["num_micro_batches"], state["count"]
+        self.losses = list(state["losses"])
+        for name, gradient in state["gradients"].items():
+            names[name].grad = gradient.to(names[name]).clone()
 
     def _clear(self) -> None:
         self.num_micro_batches = 0
@@ -142,16 +173,23 @@ class OpenWindow:
         self.count = loss.count if self.count is None else self.count + loss.count
         return tensor.clone()  # a clone, because the caller may write to the loss that it gets back
 
-    def _rows(self, summed: Table, more: bool) -> list[Row] | None:
+    def _rows(self, summed: Table, row: Row) -> list[Row] | None:
+        """What all ranks brought; None where that was not asked."""
         if self.num_ranks == 1:
-            return [Row(self.num_micro_batches, self._count(), more)]
+            return [row]
         return decode(summed) if summed else None
 
-    def _count(self) -> float | None:
-        return None if self.count is None else float(self.count)
+    def _row(self, *, more: bool, filled: bool = False) -> Row:
+        count = None if self.count is None else float(self.count)
+        return Row(self.num_micro_batches, count, more=more, filled=filled)
 
-    def _table(self, more: bool) -> list[float]:
-        return encode(Row(self.num_micro_batches, self._count(), more), self.rank, self.num_ranks)
+    def _table(self, row: Row) -> list[float]:
+        return encode(row, self.rank, self.num_ranks)
+
+    @property
+    def divisor(self) -> float | torch.Tensor:
+        """What the sum of `losses` is to be divided by to be their mean."""
+        return self.num_micro_batches / self.size if self.count is None else self.count
 
     def _check_trainable(self) -> None:
         now = [parameter for parameter in self.parameters if parameter.requires_grad]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, TypeVar, overload
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import attach
-from gradsync.functional._agreement import insist, meet
+from gradsync.functional._agreement import agree_on_model, insist, meet
 from gradsync.functional._gradients import discard, normalise
 from gradsync.functional._leaf_hooks import LeafHooks, PlainBackward, weightless
 from gradsync.functional._loss import LossSum
+from gradsync.functional._micro_batch import named_range
 from gradsync.functional._no_sync import check_modules
 from gradsync.functional._open_window import OpenWindow
 from gradsync.functional._stream import length, lookahead
@@ -163,7 +164,7 @@ class _Loop:
         self._plain = PlainBackward(self._window.parameters, self._join) if watch else None
         self._hooks = [weightless(self._window.parameters)] if step.replay else []
         self._hooks += [self._plain] if self._plain is not None else []
-        with self._window.hold:
+        with self._window.hold, named_range("gradsync.sync" if step.last else "gradsync.hold"):
             try:
                 yield value
             finally:
@@ -186,7 +187,7 @@ class _Loop:
     # -- ranks ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        engines = attach(self._models)
+        engines = attach(self._models, agree_on_model)
         self._window = OpenWindow(engines, list(dict.fromkeys(p for model in self._models for p in model.parameters())))
         insist(meet(self._window.group, "the start of sync_every", {"steps": window_size(self._steps, 0)}))
 

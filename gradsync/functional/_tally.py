@@ -26,6 +26,7 @@ class Row(NamedTuple):
     num_micro_batches: int
     count: float | None  # what its LossSums were sums over; None if its losses were means
     more: bool  # whether it may have a micro-batch in the next window
+    filled: bool = False  # whether it had its full share of calls, dropped ones included
 
 
 def encode(row: Row, rank: int, num_ranks: int) -> list[float]:
@@ -37,7 +38,9 @@ def encode(row: Row, rank: int, num_ranks: int) -> list[float]:
         fraction *= _CHUNK
         chunks.append(float(int(fraction)))
         fraction -= int(fraction)
-    table[TABLE_WIDTH * rank : TABLE_WIDTH * (rank + 1)] = [row.num_micro_batches, row.more, exponent, *chunks]
+    table[TABLE_WIDTH * rank : TABLE_WIDTH * (rank + 1)] = [
+        row.num_micro_batches, row.more + 2 * row.filled, exponent, *chunks
+    ]  # fmt: skip
     return table
 
 
@@ -45,14 +48,14 @@ def decode(table: Sequence[float]) -> list[Row]:
     """All ranks' rows.
 
     >>> decode(encode(Row(4, 0.1, more=True), rank=0, num_ranks=1))
-    [Row(num_micro_batches=4, count=0.1, more=True)]
+    [Row(num_micro_batches=4, count=0.1, more=True, filled=False)]
     """
     rows = []
     for start in range(0, len(table), TABLE_WIDTH):
-        num, more, exponent, *chunks = table[start : start + TABLE_WIDTH]
+        num, flags, exponent, *chunks = table[start : start + TABLE_WIDTH]
         fraction = sum(chunk / _CHUNK**place for place, chunk in enumerate(chunks, start=1))
         count = None if exponent == _NO_COUNT else math.ldexp(fraction, int(exponent))
-        rows.append(Row(int(num), count, bool(more)))
+        rows.append(Row(int(num), count, more=bool(int(flags) & 1), filled=bool(int(flags) & 2)))
     return rows
 
 

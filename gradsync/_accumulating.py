@@ -1,0 +1,230 @@
+"""The decorator: a typed shell around a wrapt core."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+import wrapt
+from typing_extensions import ParamSpec
+
+from gradsync._cast import Casting, Naming
+from gradsync._settings import Settings, Sync, Tail
+from gradsync._typing import Accumulated
+from gradsync._windows import Windows
+from gradsync.functional._stream import length
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from gradsync._progress import Progress
+    from gradsync.functional._update import NonFinite
+    from gradsync.functional._window import Steps
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+def accumulating(
+    steps: Steps,
+    *,
+    model: Naming = None,
+    optimizer: Naming = None,
+    scheduler: Naming = None,
+    scaler: Naming = None,
+    clip_norm: float | None = None,
+    tail: Tail = "step",
+    sync: Sync = "window",
+    nonfinite: NonFinite = "step",
+    skip: type[Exception] | tuple[type[Exception], ...] = (),
+) -> Callable[[Callable[P, R]], Accumulated[P, R]]:
+    """Make a step function accumulate: each call is a micro-batch, each `steps` calls an update.
+
+    The function returns the unscaled loss; backward, synchronisation, step and zero_grad are done for it, on the models,
+    optimizers, schedulers and the GradScaler among its arguments, or on those that the keywords name: an object, a tuple
+    of them, or a function of the call's arguments.
+
+    - `steps`: micro-batches in a window; an int, or a function of the window's number.
+    - `clip_norm`: the largest norm of all gradients together.
+    - `tail`: what becomes of a window that the data's end leaves short: "step" on its exact mean, "drop", or "carry".
+    - `sync`: "window" synchronises at the boundary only, "each" at each micro-batch, "shard" reduce-scatters each and
+      all-reduces at the boundary (HSDP).
+    - `nonfinite`: what a window with an inf or a NaN in its gradients does: "step" (no check), "skip", "raise".
+    - `skip`: exception types that drop one micro-batch on one rank instead of ending the run.
+
+    >>> @gradsync.accumulating(steps=2)
+    ... def train_step(model, optimizer, batch):
+    ...     return model(batch).square().mean()
+    >>> model = torch.nn.Linear(1, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> for batch in train_step.over(torch.ones(5, 3, 1)):
+    ...     loss = train_step(model, optimizer, batch)
+    >>> train_step.progress.updates
+    3
+    """
+    _refuse_bare(steps)
+    settings = Settings(
+        steps=steps,
+        casting=Casting(model, optimizer, scheduler, scaler),
+        clip_norm=clip_norm,
+        tail=tail,
+        sync=sync,
+        nonfinite=nonfinite,
+        skip=skip if isinstance(skip, tuple) else (skip,),
+    )
+
+    def decorate(function: Callable[P, R]) -> Accumulated[P, R]:
+        _check_function(function)
+        return cast("Accumulated[P, R]", _Accumulating(function, settings))
+
+    return decorate
+
+
+class Over(Generic[T]):
+    """An iterable whose loop knows its last item."""
+
+    def __init__(self, iterable: Iterable[T], start: Callable[[Iterable[T]], Iterator[T]]) -> None:
+        self._iterable = iterable
+        self._start = start
+
+    def __iter__(self) -> Iterator[T]:
+        return self._start(self._iterable)
+
+
+class SizedOver(Over[T]):
+    """The same for one that has a length."""
+
+    def __len__(self) -> int:
+        return len(self._iterable)  # type: ignore[arg-type]
+
+
+class _Controls:
+    """What a decorated function has, bound or not."""
+
+    @property
+    def _windows(self) -> Windows:
+        raise NotImplementedError
+
+    @property
+    def _instance(self) -> object:
+        return None
+
+    @property
+    def _key(self) -> int | None:
+        return None if self._instance is None else id(self._instance)
+
+    def over(self, iterable: Iterable[T]) -> Over[T]:
+        windows, instance = self._windows, self._instance
+        kind = Over if length(iterable) is None else SizedOver
+        return kind(iterable, lambda items: windows.over(items, instance))
+
+    def flush(self) -> None:
+        self._windows.flush(self._key)
+
+    def reset(self) -> None:
+        self._windows.reset(self._key)
+
+    @property
+    def progress(self) -> Progress:
+        return self._windows.progress(self._key)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._windows.state_dict(self._key)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._windows.load_state_dict(state, self._key)
+
+
+class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper):  # type: ignore[misc]
+    @property
+    def _windows(self) -> Windows:
+        return self._self_parent._self_windows  # type: ignore[no-any-return]
+
+    @property
+    def _instance(self) -> object:
+        return self._self_instance
+
+    # A bound method is copied and pickled as Python's own are: the instance, and the name on it.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._self_instance, self.__name__)
+
+    def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
+        return self.__reduce__()
+
+    def __copy__(self) -> _BoundAccumulating:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        import copy
+
+        return getattr(copy.deepcopy(self._self_instance, memo), self.__name__)
+
+
+class _Accumulating(_Controls, wrapt.FunctionWrapper):  # type: ignore[misc]
+    __bound_function_wrapper__ = _BoundAccumulating
+
+    def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
+        windows = Windows(getattr(function, "__qualname__", repr(function)).rpartition("<locals>.")[2], settings)
+
+        def call(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return windows.call(wrapped, instance, args, kwargs)
+
+        super().__init__(function, call)
+        self._self_windows = windows
+        weakref.finalize(self, windows.warn_if_open)
+
+    @property
+    def _windows(self) -> Windows:
+        return self._self_windows
+
+    # A function is copied as itself and pickled by its name, and so is this one: its windows are the program's.
+    def __reduce__(self) -> str:
+        return self.__qualname__  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, _: object) -> str:
+        return self.__reduce__()
+
+    def __copy__(self) -> _Accumulating:
+        return self
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _Accumulating:
+        return self
+
+
+def _check_function(function: object) -> None:
+    inner = inspect.unwrap(getattr(function, "__func__", function))  # type: ignore[arg-type]
+    if not callable(inner) or isinstance(function, type):
+        raise TypeError(
+            f"accumulating decorates a step function, but got {function!r} of type {type(function).__name__}. Write "
+            "@accumulating(steps=4) on the line above a def."
+        )
+    for matches, what in (
+        (inspect.isasyncgenfunction, "an async generator function"),
+        (inspect.iscoroutinefunction, "an async function"),
+        (inspect.isgeneratorfunction, "a generator function"),
+    ):
+        if matches(inner):
+            raise TypeError(
+                f"accumulating decorates a function that returns its loss, but {inner.__qualname__} is {what}. Decorate "
+                "the plain function that computes the loss of one micro-batch."
+            )
+
+
+def _refuse_bare(steps: object) -> None:
+    """`@accumulating` without arguments puts the step function where `steps` belongs."""
+    if not callable(steps):
+        return
+    try:
+        parameters = inspect.signature(steps).parameters.values()
+    except (TypeError, ValueError):
+        return
+    needed = [p for p in parameters if p.default is p.empty and p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}]
+    if len(needed) > 1 or not parameters:
+        raise TypeError(
+            "accumulating needs the number of steps, or a function of the window's number, but got "
+            f"{getattr(steps, '__qualname__', steps)}, which looks like the step function itself. Write "
+            "@accumulating(steps=4), with its parentheses."
+        )

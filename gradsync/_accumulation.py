@@ -1,0 +1,439 @@
+"""The windows of one (function, instance, optimizers): each call a micro-batch, the last of a window its update."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradsync._cast import Cast
+from gradsync._errors import GradSyncError
+from gradsync._progress import ClosedLosses, Progress
+from gradsync.engines import attach, find
+from gradsync.functional._agreement import agree_on_model, insist, meet
+from gradsync.functional._bystanders import Bystanders
+from gradsync.functional._loss import LossSum, detach, find_loss
+from gradsync.functional._micro_batch import named_range
+from gradsync.functional._open_window import OpenWindow
+from gradsync.functional._update import check_steppable, owned, update
+from gradsync.functional._window import window_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from gradsync._feed import Feed
+    from gradsync._settings import Settings
+    from gradsync.functional._tally import Row
+
+# The windows that are open now, of whatever function: one parameter can be in one of them only.
+_OPEN: weakref.WeakSet[Accumulation] = weakref.WeakSet()
+
+
+class Accumulation:
+    """Drives one open window after another, and counts them.
+
+    It refers to the user's optimizers, schedulers, scaler and models weakly: who drops those drops this.
+    """
+
+    def __init__(self, name: str, order: int, settings: Settings, cast: Cast) -> None:
+        self.name = name
+        self.order = order  # among the windows of its function
+        self._settings = settings
+        self._models: tuple[weakref.ref[nn.Module], ...] = ()
+        self._optimizers = [weakref.ref(optimizer) for optimizer in cast.optimizers]
+        self._guards = [optimizer.register_step_pre_hook(_Guard(self)) for optimizer in cast.optimizers]
+        self._updating = False
+        self._running = False
+        self._agreed = False
+        self._may_have_more: list[bool] = []  # by rank, in the `.over` that runs
+        self._met: Feed | None = None  # the `.over` whose ranks have met,
+        self._fed: Feed | None = None  # that it was called in,
+        self._done: Feed | None = None  # that has ended on every rank
+        self._last_source = 0  # the lowest rank with a micro-batch in the last window
+        self._uneven = False
+        self._sentinel: tuple[nn.Parameter, torch.Tensor | None, int] | None = None
+        self._noted: tuple[bool, torch.Tensor | None, ClosedLosses | None] = (False, None, None)
+        self.index = 0
+        self._counts = dict.fromkeys(("micro_steps", "updates", "window", "skipped", "dropped"), 0)
+        self.bind(cast)
+        for one in (*cast.optimizers, *cast.schedulers):
+            check_steppable(one)
+
+    # -- participants -----------------------------------------------------------------------------------------------
+
+    def bind(self, cast: Cast) -> None:
+        """Take note of a call's participants; they are looked at closely where they changed."""
+        self._schedulers = [weakref.ref(scheduler) for scheduler in cast.schedulers]
+        self._scaler = None if cast.scaler is None else weakref.ref(cast.scaler)
+        if len(cast.models) == len(self._models) and all(
+            ref() is model for ref, model in zip(self._models, cast.models, strict=True)
+        ):
+            return
+        if self.index:
+            raise GradSyncError(
+                f"{self.name} must be called with the same models throughout a window, but they changed in the middle of "
+                "one. Call flush() before another model comes."
+            )
+        mine = {id(parameter) for parameter in owned(cast.optimizers)}
+        trained = [model for model in cast.models if any(id(p) in mine for p in model.parameters())]
+        if not trained:
+            raise GradSyncError(
+                f"At least one model must have parameters in the optimizer, but none that {self.name} was called with "
+                "has. Make the optimizer from the parameters of the model that it is called with."
+            )
+        inside = {id(module) for model in trained for module in model.modules() if module is not model}
+        trained = [model for model in trained if id(model) not in inside]
+        parameters = dict.fromkeys(p for model in trained for p in model.parameters())
+        parameters.update(dict.fromkeys(owned(cast.optimizers)))
+        watching = [model for model in cast.models if not any(p in parameters for p in model.parameters())]
+        self._ids = frozenset(map(id, parameters))
+        self._unowned = [parameter for parameter in parameters if id(parameter) not in mine]
+        self._window = OpenWindow(attach(trained, agree_on_model), list(parameters))
+        self._bystanders = Bystanders([p for model in watching for p in model.parameters()], find(watching))
+        self._models = tuple(weakref.ref(model) for model in cast.models)
+        self._sentinel = None
+
+    # -- a call -----------------------------------------------------------------------------------------------------
+
+    def micro_batch(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], feed: Feed | None
+    ) -> Any:
+        """Run the user's function on one micro-batch, its backward, and at the boundary the update."""
+        if self._running:
+            raise GradSyncError(f"{self.name} must not call itself: a micro-batch is one call. Call the model instead.")
+        if feed is not None and self._met is not feed and self._window.num_ranks > 1:
+            self._meet(feed, has_item=True)
+        if self.index == 0:
+            self._open(self._next_source() if feed is not None else 0)
+        window, settings = self._window, self._settings
+        ending = feed is not None and feed.ending and settings.tail != "carry"
+        filled = self.index + 1 >= window.size
+        last = filled or ending
+        ask = feed is not None or bool(settings.skip)
+        more = feed is not None and feed.more
+        # Where ranks may run out at different times, one synchronisation a window is what they can count on.
+        early = settings.sync == "each" and (feed is None or window.num_ranks == 1)
+        if feed is not None:
+            feed.called()
+            self._fed = feed
+        self._check_gradients("between two calls of")
+        self._running = True
+        rows: Sequence[Row] | None
+        try:
+            with window.hold, self._bystanders, named_range("gradsync.sync" if last else "gradsync.hold"):
+                try:
+                    returned = function(*args, **kwargs)
+                    loss = find_loss(returned)
+                    self._check_gradients("in the body of")
+                except settings.skip:
+                    returned = loss = None
+                    self._counts["dropped"] += 1
+                if last:
+                    self._agree(loss)
+                if loss is None:
+                    rows = window.reduce(more=more, filled=filled) if last else None
+                else:
+                    scaler = None if self._scaler is None else self._scaler()
+                    rows = window.backward(
+                        loss, last=last, ask=ask, more=more, filled=filled, early=early, scaler=scaler
+                    )
+            self._counts["micro_steps"] += 1
+            self.index += 1
+            if last:
+                self._close(rows, flushing=feed is None)
+            else:
+                self._remember_gradients()
+                self._note(stepped=False)
+        except BaseException:
+            self.discard()
+            raise
+        finally:
+            self._running = False
+        return returned if loss is None else detach(returned, loss)
+
+    # -- the end of the data ----------------------------------------------------------------------------------------
+
+    def is_fed_by(self, feed: Feed) -> bool:
+        """Whether it was called in that `.over`."""
+        return self._fed is feed
+
+    def is_done_with(self, feed: Feed) -> bool:
+        """Whether its ranks have agreed that no more comes in that `.over`."""
+        return self._done is feed
+
+    def finish(self, feed: Feed) -> bool:
+        """This rank's data has ended: close what is open, take part in one more window of the other ranks.
+
+        Returns whether there may be another. Collective where there are ranks.
+        """
+        window, settings = self._window, self._settings
+        if window.num_ranks == 1:
+            if self.index and settings.tail != "carry":
+                self._close(window.reduce(), flushing=False)
+            return self._end(feed)
+        if self._met is not feed:
+            self._meet(feed, has_item=False)
+        if not any(self._may_have_more):
+            return self._end(feed)
+        if self.index == 0:
+            self._open(self._next_source())
+        with window.hold:
+            self._agree(None)
+            rows = window.reduce(more=False)
+        self._close(rows, flushing=False)
+        return True
+
+    def flush(self) -> None:
+        """Close the open window now. Collective."""
+        window = self._window
+        words = {"number of closed windows at flush": self._counts["window"]}
+        said = meet(window.group, f"flush of {self.name}", {**words, "open": self.index})
+        insist([{key: one[key] for key in words} for one in said])
+        if not any(one["open"] for one in said):
+            return
+        if self.index == 0:
+            self._open(source=next(rank for rank, one in enumerate(said) if one["open"]))
+        try:
+            with window.hold:
+                self._agree(None)
+                rows = window.reduce()
+            self._close(rows, flushing=True)
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Drop the open window and its gradients."""
+        self._window.discard()
+        self.index = 0
+        self._sentinel = None if self._sentinel is None else (self._sentinel[0], None, 0)
+        _OPEN.discard(self)
+        self._note(stepped=False)
+
+    @property
+    def guarded(self) -> bool:
+        """Whether an optimizer step of somebody else's would use half a window."""
+        return not self._updating and (self.index > 0 or self._running)
+
+    # -- its state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters, and what the open window holds, as plain values and tensors."""
+        window = self._window
+        state: dict[str, Any] = {**self._counts, "index": self.index, "num_ranks": window.num_ranks}
+        if self.index:
+            state["open"] = window.state_dict(self._names())
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state, after checking that it fits."""
+        window = self._window
+        if state["num_ranks"] != window.num_ranks:
+            raise GradSyncError(
+                f"A state of {self.name} can be loaded on as many ranks as it was saved on, {state['num_ranks']}, but "
+                f"there are {window.num_ranks}. Start that many, or call flush() before you save."
+            )
+        size = window_size(self._settings.steps, state["window"])
+        held = state.get("open")
+        if held is not None and held["size"] != size:
+            raise GradSyncError(
+                f"A state in the middle of a window needs the same steps, but it was saved with {held['size']} and "
+                f"{self.name} has {size}. Use the same number, or save at a boundary, where progress.index is 0."
+            )
+        self.discard()
+        self._counts = {key: state[key] for key in self._counts}
+        if held is not None:
+            self._open(0)
+            window.load_state_dict(held, self._names(), self.name)
+            self.index = state["index"]
+            self._remember_gradients()
+
+    def _names(self) -> dict[str, nn.Parameter]:
+        models = [model for ref in self._models if (model := ref()) is not None]
+        mine = {id(parameter) for parameter in self._window.parameters}
+        several = len(models) > 1
+        return {
+            f"{place}.{name}" if several else name: parameter
+            for place, model in enumerate(models)
+            for name, parameter in model.named_parameters()
+            if id(parameter) in mine
+        }
+
+    # -- a window ---------------------------------------------------------------------------------------------------
+
+    def _next_source(self) -> int:
+        """The lowest rank that may have a micro-batch in the coming window."""
+        return next((rank for rank, more in enumerate(self._may_have_more) if more), 0)
+
+    def _open(self, source: int) -> None:
+        for other in list(_OPEN):
+            if other is not self and not self._ids.isdisjoint(other._ids):
+                raise GradSyncError(
+                    f"A parameter can be in one open window at a time, but {self.name} begins one with parameters that "
+                    f"are in the open window of {other.name}. Call {other.name}.flush() or .reset() first, or keep the "
+                    "other model out of one of the optimizers."
+                )
+        self._window.open(window_size(self._settings.steps, self._counts["window"]), source)
+        if self._sentinel is None:
+            left = sum(parameter.grad is not None for parameter in self._window.parameters)
+            if left:
+                raise GradSyncError(
+                    f"A window must begin without gradients, but {left} parameters have one as {self.name} begins its "
+                    "first. Call optimizer.zero_grad() after your own backwards."
+                )
+        _OPEN.add(self)
+
+    def _close(self, rows: Sequence[Row] | None, *, flushing: bool) -> None:
+        """The gradients are synchronised: normalise them and make the update, or what `tail` says."""
+        window, settings = self._window, self._settings
+        if rows is not None:
+            self._uneven |= len({(row.filled, row.more) for row in rows}) > 1
+            self._may_have_more = [row.more for row in rows]
+            self._last_source = next((rank for rank, row in enumerate(rows) if row.num_micro_batches), 0)
+        filled = self.index >= window.size or (rows is not None and any(row.filled for row in rows))
+        if not filled and settings.tail == "carry" and not flushing:
+            # Synchronised with what came so far, and kept: averaging equal parts again later changes nothing.
+            self._remember_gradients()
+            return
+        factor = window.factor(rows)
+        if not filled and settings.tail == "drop":
+            factor = None
+        stepped, grad_norm = False, None
+        losses = ClosedLosses(window.losses, window.divisor)
+        try:
+            if factor is None:
+                window.discard()
+            else:
+                scaler = None if self._scaler is None else self._scaler()
+                self._updating = True
+                stepped, grad_norm = update(
+                    [optimizer for ref in self._optimizers if (optimizer := ref()) is not None],
+                    schedulers=[scheduler for ref in self._schedulers if (scheduler := ref()) is not None],
+                    scaler=scaler,
+                    clip_norm=settings.clip_norm,
+                    factor=factor,
+                    nonfinite=settings.nonfinite,
+                )
+        finally:
+            self._updating = False
+            for parameter in self._unowned:
+                parameter.grad = None
+            _OPEN.discard(self)
+            self.index = 0
+            self._counts["window"] += 1
+            self._counts["updates" if stepped else "skipped"] += 1
+            self._sentinel = None if self._sentinel is None else (self._sentinel[0], None, 0)
+            self._note(stepped=stepped, grad_norm=grad_norm, losses=losses)
+
+    # -- ranks ------------------------------------------------------------------------------------------------------
+
+    def _meet(self, feed: Feed, *, has_item: bool) -> None:
+        """The first call, or the end, in an `.over`: which ranks have anything at all?"""
+        words = {"number of closed windows": self._counts["window"]}
+        said = meet(
+            self._window.group, f"the data of {self.name}.over", {**words, "more": has_item or self.index > 0}
+        )
+        insist([{key: one[key] for key in words} for one in said])
+        self._met = feed
+        self._may_have_more = [one["more"] for one in said]
+        self._uneven = len(set(self._may_have_more)) > 1
+
+    def _end(self, feed: Feed) -> bool:
+        if self._uneven:
+            self._window.share_buffers(self._last_source)
+        self._done, self._uneven = feed, False
+        return False
+
+    def _agree(self, loss: torch.Tensor | LossSum | None) -> None:
+        """At the first boundary of all: nothing may differ that would make the ranks wait for each other forever."""
+        if self._agreed:
+            return
+        self._agreed = True
+        settings = self._settings
+        kind = None if loss is None else "a LossSum" if isinstance(loss, LossSum) else "a mean"
+        words = {
+            "steps": self._window.size,
+            "tail": settings.tail,
+            "sync": settings.sync,
+            "nonfinite": settings.nonfinite,
+            "clip_norm": settings.clip_norm,
+            "skip": [kind.__name__ for kind in settings.skip],
+        }
+        said = meet(self._window.group, f"the first boundary of {self.name}", {**words, "loss": kind})
+        insist([{key: one[key] for key in words} for one in said])
+        insist([{"kind of loss": one["loss"]} for one in said if one["loss"] is not None] or [{}])
+
+    # -- watching over the gradients --------------------------------------------------------------------------------
+
+    def _remember_gradients(self) -> None:
+        """Pick one gradient to watch: it tells at 0.3 us a call whether somebody else touched them."""
+        if self._sentinel is None:
+            parameter = next((p for p in self._window.parameters if p.grad is not None), None)
+            if parameter is None:
+                return
+        else:
+            parameter = self._sentinel[0]
+        gradient = parameter.grad
+        self._sentinel = (parameter, gradient, 0 if gradient is None else gradient._version)
+
+    def _check_gradients(self, where: str) -> None:
+        if self._sentinel is None:
+            touched, gone = self.index == 0 and any(p.grad is not None for p in self._window.parameters), False
+        else:
+            parameter, gradient, version = self._sentinel
+            now = parameter.grad
+            touched = now is not gradient or (gradient is not None and gradient._version != version)
+            gone = now is None
+        if touched:
+            what = (
+                "the gradients vanished: something called zero_grad()"
+                if gone
+                else "the gradients changed: something ran backward, or wrote to them"
+            )
+            raise GradSyncError(
+                f"{self.name} runs backward, step and zero_grad itself, but {where} it {what}. Return the unscaled loss "
+                "and leave the rest to the decorator."
+            )
+
+    def _note(
+        self,
+        *,
+        stepped: bool,
+        grad_norm: torch.Tensor | None = None,
+        losses: ClosedLosses | None = None,
+    ) -> None:
+        before = self._noted
+        self._noted = (stepped, grad_norm if losses is not None else before[1], losses or before[2])
+
+    @property
+    def progress(self) -> Progress:
+        """A record of where this stands."""
+        stepped, grad_norm, losses = self._noted
+        return Progress(
+            **self._counts,
+            index=self.index,
+            size=self._window.size,
+            stepped=stepped,
+            grad_norm=grad_norm,
+            _losses=losses,
+        )
+
+
+class _Guard:
+    """An optimizer's step pre-hook: nobody else may step it in the middle of a window."""
+
+    __slots__ = ("_accumulation",)
+
+    def __init__(self, accumulation: Accumulation) -> None:
+        self._accumulation = weakref.ref(accumulation)
+
+    def __call__(self, *_: object) -> None:
+        accumulation = self._accumulation()
+        if accumulation is not None and accumulation.guarded:
+            raise GradSyncError(
+                f"{accumulation.name} steps its optimizer itself at each boundary, but something called "
+                "optimizer.step() in the middle of a window, on gradients that are not synchronised. Remove that call."
+            )

@@ -1,0 +1,34 @@
+"""What is known of the data while `.over` runs: whether the current item is the last."""
+
+from __future__ import annotations
+
+
+class Feed:
+    """One running `.over`, as the calls in its loop see it."""
+
+    __slots__ = ("_calls", "_most_calls", "last")
+
+    def __init__(self) -> None:
+        self.last = False
+        self._calls = 0
+        self._most_calls = 0
+
+    def next_item(self, *, last: bool) -> None:
+        """An item is handed out."""
+        self.last = last
+        self._calls = 0
+
+    def called(self) -> None:
+        """The function was called, for the current item."""
+        self._calls += 1
+        self._most_calls = max(self._most_calls, self._calls)
+
+    @property
+    def ending(self) -> bool:
+        """Whether the coming call is the last: the last item's, in a loop that calls once an item."""
+        return self.last and self._most_calls <= 1 and self._calls == 0
+
+    @property
+    def more(self) -> bool:
+        """Whether a call may come after the current one."""
+        return not self.last or self._most_calls > 1

@@ -1,0 +1,171 @@
+"""All windows of one decorated function: which one a call belongs to, and what is done to all of them in turn."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gradsync._accumulation import Accumulation
+from gradsync._cast import check_cast
+from gradsync._feed import Feed
+from gradsync._progress import Progress
+from gradsync.functional._agreement import nothing_here
+from gradsync.functional._stream import lookahead
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch.optim import Optimizer
+
+    from gradsync._cast import Cast
+    from gradsync._settings import Settings
+
+T = TypeVar("T")
+Key = int | None  # id of the instance, for methods
+
+
+class Windows:
+    """The windows of a function, by instance and optimizers. They are kept by their optimizer, and die with it."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self._name = name
+        self._settings = settings
+        self._by_optimizer: weakref.WeakKeyDictionary[Optimizer, dict[tuple[Key, ...], Accumulation]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._order = itertools.count()
+        self._latest: dict[Key, weakref.ref[Accumulation]] = {}
+        self._feeds: dict[Key, Feed] = {}
+        self._loaded: list[dict[str, Any]] = []  # states that wait for their window's first call
+
+    def call(self, function: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One micro-batch."""
+        key = None if instance is None else id(instance)
+        cast = self._settings.casting.of(args if instance is None else (instance, *args), kwargs)
+        accumulation = self._find(instance, key, cast)
+        return accumulation.micro_batch(function, args, kwargs, self._feeds.get(key) if self._feeds else None)
+
+    def over(self, iterable: Iterable[T], instance: object) -> Iterator[T]:
+        """The items of `iterable`, the calls between them knowing which one is the last."""
+        key = None if instance is None else id(instance)
+        feed, outer = Feed(), self._feeds.get(key)
+        self._feeds[key] = feed
+        try:
+            for item, last in lookahead(iterable):
+                feed.next_item(last=last)
+                yield item
+        finally:
+            if outer is None:
+                del self._feeds[key]
+            else:
+                self._feeds[key] = outer
+        self._finish(feed, instance, key)
+
+    def flush(self, key: Key) -> None:
+        """Close what is open."""
+        for accumulation in self._all(key):
+            accumulation.flush()
+
+    def reset(self, key: Key) -> None:
+        """Discard what is open."""
+        for accumulation in self._all(key):
+            accumulation.discard()
+
+    def progress(self, key: Key) -> Progress:
+        """Of the window that was called last."""
+        ref = self._latest.get(key)
+        accumulation = None if ref is None else ref()
+        return Progress() if accumulation is None else accumulation.progress
+
+    def state_dict(self, key: Key) -> dict[str, Any]:
+        """All windows' states, in the order of their first call."""
+        return {"version": 1, "windows": [*(one.state_dict() for one in self._all(key)), *self._loaded]}
+
+    def load_state_dict(self, state: dict[str, Any], key: Key) -> None:
+        """Put the states back; those of windows that are yet to be called wait for them."""
+        if state.get("version") != 1:
+            raise ValueError(
+                f"load_state_dict needs what state_dict of a decorated function returned, version 1, but what came has "
+                f"version {state.get('version')!r}."
+            )
+        states = list(state["windows"])
+        for accumulation in self._all(key):
+            if states:
+                accumulation.load_state_dict(states.pop(0))
+        self._loaded = states
+
+    def warn_if_open(self) -> None:
+        """At the function's end, or the program's."""
+        for accumulation in self._all(None, every=True):
+            if accumulation.index:
+                warnings.warn(
+                    f"{self._name} ended with a window open: {accumulation.index} of {accumulation.progress.size} "
+                    f"micro-batches were accumulated and never used. Iterate with {self._name}.over(...), or call "
+                    f"{self._name}.flush() when the data ends.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def _find(self, instance: object, key: Key, cast: Cast) -> Accumulation:
+        optimizers = cast.optimizers
+        full_key = (key, *map(id, optimizers))
+        table = self._by_optimizer.get(optimizers[0]) if optimizers else None
+        accumulation = None if table is None else table.get(full_key)
+        if accumulation is None:
+            check_cast(cast, self._name)
+            accumulation = Accumulation(self._name, next(self._order), self._settings, cast)
+            if self._loaded:
+                accumulation.load_state_dict(self._loaded.pop(0))
+            table = self._by_optimizer.setdefault(optimizers[0], {})
+            table[full_key] = accumulation
+            self._forget_with(instance, key, optimizers[0], full_key)
+        else:
+            accumulation.bind(cast)
+        latest = self._latest.get(key)
+        if latest is None or latest() is not accumulation:
+            self._latest[key] = weakref.ref(accumulation)
+        return accumulation
+
+    def _forget_with(self, instance: object, key: Key, optimizer: Optimizer, full_key: tuple[Key, ...]) -> None:
+        """Drop an instance's windows as it dies: another one may get its id."""
+        if instance is None:
+            return
+        tables, latest, ref = self._by_optimizer, self._latest, weakref.ref(optimizer)
+
+        def forget() -> None:
+            latest.pop(key, None)
+            alive = ref()
+            if alive is not None:
+                tables.get(alive, {}).pop(full_key, None)
+
+        try:
+            weakref.finalize(instance, forget).atexit = False
+        except TypeError:
+            return  # an instance with __slots__: its windows die with their optimizer
+
+    def _all(self, key: Key, *, every: bool = False) -> list[Accumulation]:
+        """In the order of their first call."""
+        found = [
+            accumulation
+            for table in list(self._by_optimizer.values())
+            for full_key, accumulation in table.items()
+            if every or full_key[0] == key
+        ]
+        return sorted(found, key=lambda accumulation: accumulation.order)
+
+    def _finish(self, feed: Feed, instance: object, key: Key) -> None:
+        """The data has ended here; it may go on at other ranks, which need this one in their synchronisations."""
+        if not self._all(key) and self._settings.casting.known():
+            self._find(instance, key, self._settings.casting.of((), {}))
+        accumulations = self._all(key)
+        if not accumulations:
+            nothing_here(self._name)
+        here = [accumulation for accumulation in accumulations if accumulation.is_fed_by(feed)]
+        while here:  # in turn, as the calls of the other ranks alternate
+            here = [accumulation for accumulation in here if accumulation.finish(feed)]
+        for accumulation in accumulations:
+            if not accumulation.is_done_with(feed):
+                while accumulation.finish(feed):
+                    pass
