@@ -131,7 +131,7 @@ class Accumulation:
                 except settings.skip:
                     returned = loss = None
                     self._counts["dropped"] += 1
-                if last:
+                if last or window.owes_first:
                     self._agree(loss)
                 if loss is None:
                     rows = window.reduce(more=more, filled=filled) if last else None
@@ -348,7 +348,7 @@ class Accumulation:
         return False
 
     def _agree(self, loss: torch.Tensor | LossSum | None) -> None:
-        """At the first boundary of all: nothing may differ that would make the ranks wait for each other forever."""
+        """Before the first synchronisation: nothing may differ that would make ranks wait for each other forever."""
         if self._agreed:
             return
         self._agreed = True

@@ -1,0 +1,97 @@
+"""What runs on the ranks for test_exact.py."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradsync
+from gradsync import LossSum
+from tests.reference import (
+    Recorder, assert_equal_updates, cut, mean_loss, micro_batch, small_model, sum_loss, train, window_mean,
+)  # fmt: skip
+
+
+def unsized(items):
+    yield from items
+
+
+def all_lengths(steps: int, mode: str, wrap: str, most: int) -> int:
+    """Every number of micro-batches up to `most`, the same on each rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = small_model()
+    start = {k: v.clone() for k, v in model.state_dict().items()}
+    home = model if wrap == "bare" else DDP(model, find_unused_parameters=wrap == "find_unused")
+    optimizer = Recorder(model.parameters())
+
+    @gradsync.accumulating(steps=steps)
+    def step(model, optimizer, x):
+        return mean_loss(model, x)
+
+    for length in range(most + 1):
+        model.load_state_dict(start)
+        optimizer.seen = []
+        data = [micro_batch(rank, i) for i in range(length)]
+        if mode == "over":
+            for x in step.over(data):
+                step(home, optimizer, x)
+        elif mode == "unsized":
+            for x in step.over(unsized(data)):
+                step(home, optimizer, x)
+        elif mode == "flush":
+            for x in data:
+                step(home, optimizer, x)
+            step.flush()
+        else:
+            for micro, x in gradsync.sync_every(home, steps, data):
+                micro.backward(mean_loss(home, x))
+                if micro.last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        expected, end = train(small_model(), cut([length] * size, steps), window_mean)
+        assert_equal_updates(optimizer.seen, expected)
+        for p, q in zip(model.parameters(), end.parameters()):
+            torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-13)
+    return most + 1
+
+
+def uneven(lengths: list[int], steps, mode: str, wrap: str, kind: str = "mean") -> None:
+    """Ranks with different numbers of micro-batches, and counts that differ."""
+    rank = dist.get_rank()
+    model = small_model(unused=wrap in {"bare", "find_unused"})
+    kwargs = {"find_unused": {"find_unused_parameters": True}, "views": {"gradient_as_bucket_view": True}}
+    kwargs |= {"static": {"static_graph": True}, "buckets": {"bucket_cap_mb": 1e-4}}
+    home = model if wrap == "bare" else DDP(model, **kwargs.get(wrap, {}))
+    optimizer = Recorder(model.parameters())
+    rows = lambda r, i: 1 + (5 * r + 3 * i) % 4  # noqa: E731
+    data = [micro_batch(rank, i, rows(rank, i)) for i in range(lengths[rank])]
+
+    def loss_of(model, x):
+        return LossSum(sum_loss(model, x), x.numel()) if kind == "sum" else mean_loss(model, x)
+
+    @gradsync.accumulating(steps=steps, model=home, optimizer=optimizer)
+    def step(x):
+        return loss_of(home, x)
+
+    if mode == "sync_every":
+        for micro, x in gradsync.sync_every(home, steps, data):
+            if kind == "sum":
+                micro.backward(sum_loss(home, x), count=x.numel())
+            else:
+                micro.backward(mean_loss(home, x))
+            if micro.last:
+                optimizer.step()
+                optimizer.zero_grad()
+    else:
+        for x in step.over(data if mode == "over" else unsized(data)):
+            step(x)
+
+    def whole(model, window):
+        xs = [micro_batch(r, i, rows(r, i)) for r, i in window]
+        if kind == "sum":
+            return sum(sum_loss(model, x) for x in xs) / sum(x.numel() for x in xs)
+        return sum(mean_loss(model, x) for x in xs) / len(xs)
+
+    expected, _ = train(small_model(unused=wrap in {"bare", "find_unused"}), cut(lengths, steps), whole)
+    assert_equal_updates(optimizer.seen, expected)

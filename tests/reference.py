@@ -1,0 +1,95 @@
+"""The independent answer: one process, float64, all the data at once, plain autograd."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import nn
+
+
+class Recorder(torch.optim.SGD):
+    """SGD that keeps what it was given: the gradients of each update."""
+
+    def __init__(self, params, lr: float = 0.1, **kwargs) -> None:
+        super().__init__(params, lr=lr, **kwargs)
+        self.seen: list[list[torch.Tensor | None]] = []
+
+    def step(self, closure=None):
+        self.seen.append([
+            None if p.grad is None else p.grad.detach().to_dense().clone()
+            for group in self.param_groups
+            for p in group["params"]
+        ])
+        return super().step(closure)
+
+
+def small_model(dtype=torch.float64, unused: bool = False) -> nn.Module:
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+    if unused:
+        model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=dtype)))
+    return model
+
+
+def micro_batch(rank: int, index: int, rows: int = 4, dtype=torch.float64) -> torch.Tensor:
+    """The same data wherever it is asked for."""
+    generator = torch.Generator().manual_seed(1000 * rank + index)
+    return torch.randn(rows, 3, generator=generator, dtype=dtype)
+
+
+def mean_loss(model, x):
+    return model(x).square().mean() + model(x).sum() * 0.1
+
+
+def sum_loss(model, x):
+    return model(x).square().sum()
+
+
+def cut(lengths: list[int], steps) -> list[list[tuple[int, int]]]:
+    """Which (rank, index) fall into each window, where ranks count their own micro-batches."""
+    windows, start = [], 0
+    for window in range(10**6):
+        size = steps(window) if callable(steps) else steps
+        here = [(r, i) for r, n in enumerate(lengths) for i in range(start, min(start + size, n))]
+        if not here:
+            return windows
+        windows.append(here)
+        start += size
+    raise AssertionError
+
+
+def train(model: nn.Module, windows, loss_of_window, lr: float = 0.1) -> tuple[list, nn.Module]:
+    """SGD over windows; `loss_of_window(model, [(rank, index), ...])` is the whole window's loss."""
+    model = copy.deepcopy(model)
+    seen = []
+    parameters = list(model.parameters())
+    for window in windows:
+        loss = loss_of_window(model, window)
+        if loss is None:
+            continue
+        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+        seen.append(list(grads))
+        with torch.no_grad():
+            for p, g in zip(parameters, grads):
+                if g is not None:
+                    p -= lr * g
+    return seen, model
+
+
+def window_mean(model, window):
+    return sum(mean_loss(model, micro_batch(r, i)) for r, i in window) / len(window)
+
+
+def assert_equal_updates(seen, expected, tolerance: float = 1e-12) -> None:
+    assert len(seen) == len(expected), f"{len(seen)} updates instead of {len(expected)}"
+    for number, (a, b) in enumerate(zip(seen, expected)):
+        for place, (x, y) in enumerate(zip(a, b)):
+            if x is None or y is None:
+                assert x is None and y is None, f"update {number}, parameter {place}: {x} is not {y}"
+            else:
+                error = (x - y).abs().max().item() / max(1e-30, y.abs().max().item())
+                assert error < tolerance or math.isclose(y.abs().max().item(), 0, abs_tol=1e-15), (
+                    f"update {number}, parameter {place}: off by {error}"
+                )

@@ -1,0 +1,35 @@
+"""After each boundary the gradients are the mean over all micro-batches of all ranks in the window."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["over", "unsized", "flush", "sync_every"])
+@pytest.mark.parametrize("wrap", ["bare", "ddp"])
+def test_every_length_and_window_is_the_float64_mean(ranks, size, mode, wrap):
+    """0 to 12 micro-batches in windows of 1 to 6, on 1 to 3 ranks."""
+    for steps in range(1, 7):
+        assert ranks(size).run("tests.cases_exact:all_lengths", steps, mode, wrap, 12) == [13] * size
+
+
+UNEVEN = [[5, 3], [3, 5], [1, 9], [9, 1], [4, 8], [8, 7], [1, 1]]
+
+
+@pytest.mark.parametrize("mode", ["over", "unsized", "sync_every"])
+@pytest.mark.parametrize("wrap", ["bare", "ddp", "find_unused", "views", "buckets", "static"])
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+def test_ranks_with_different_numbers_of_micro_batches(ranks, mode, wrap, kind):
+    """Nobody hangs, and each micro-batch and each count weighs once."""
+    for lengths in UNEVEN:
+        ranks(2).run("tests.cases_exact:uneven", lengths, 4, mode, wrap, kind)
+    ranks(3).run("tests.cases_exact:uneven", [3, 7, 5], 3, mode, wrap, kind)
+
+
+@pytest.mark.parametrize("wrap", ["bare", "ddp", "find_unused", "views"])
+def test_a_rank_without_any_micro_batch_takes_part(ranks, wrap):
+    """Models and optimizers are known by keyword."""
+    for lengths in ([0, 5], [6, 0]):
+        ranks(2).run("tests.cases_exact:uneven", lengths, 4, "over", wrap)
+    ranks(3).run("tests.cases_exact:uneven", [0, 7, 0], 3, "unsized", wrap, "sum")
