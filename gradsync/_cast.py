@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,13 @@ from gradsync._errors import GradSyncError
 Naming: TypeAlias = "Any | Callable[..., Any] | None"
 """An object, a tuple of objects, or a function of the call's arguments; None to look among those by type."""
 
-_ANY = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
+_KINDS: tuple[tuple[type[Any], str], ...] = (
+    (nn.Module, "model"),
+    (Optimizer, "optimizer"),
+    (LRScheduler, "scheduler"),
+    (torch.amp.GradScaler, "scaler"),
+)
+_ANY = tuple(kind for kind, _ in _KINDS)
 
 
 class Cast(NamedTuple):
@@ -38,20 +45,19 @@ class Casting:
     scheduler: Naming = None
     scaler: Naming = None
 
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cast:
-        """The participants of the call with these arguments, `self` among them for a method."""
-        found = [one for one in args if isinstance(one, _ANY)]
-        if kwargs:
-            found += [one for one in kwargs.values() if isinstance(one, _ANY)]
-        scalers = _pick(self.scaler, torch.amp.GradScaler, "scaler", found, args, kwargs)
-        if len(scalers) > 1:
-            raise GradSyncError("A call needs one GradScaler at most, but two came. Name one with scaler=...")
-        return Cast(
-            _pick(self.model, nn.Module, "model", found, args, kwargs),
-            _pick(self.optimizer, Optimizer, "optimizer", found, args, kwargs),
-            _pick(self.scheduler, LRScheduler, "scheduler", found, args, kwargs),
-            scalers[0] if scalers else None,
-        )
+    def participants(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Everything that takes part in the call with these arguments, in a fixed order, for a quick comparison."""
+        found = [one for one in (*args, *kwargs.values()) if isinstance(one, _ANY)]
+        if self._by_type:
+            return found
+        named = []
+        for kind, what in _KINDS:
+            naming = getattr(self, what)
+            if naming is None:
+                named += [one for one in found if isinstance(one, kind)]
+            else:
+                named += _named(naming, kind, what, args, kwargs)
+        return named
 
     def known(self) -> bool:
         """Whether models and optimizers are objects, known before any call."""
@@ -59,6 +65,20 @@ class Casting:
             one is not None and (isinstance(one, tuple | nn.Module) or not callable(one))
             for one in (self.model, self.optimizer)
         )
+
+    @cached_property
+    def _by_type(self) -> bool:
+        return self.model is self.optimizer is self.scheduler is self.scaler is None
+
+
+def cast_of(participants: Sequence[Any]) -> Cast:
+    """The participants by what they are."""
+    models, optimizers, schedulers, scalers = (
+        tuple(dict.fromkeys(one for one in participants if isinstance(one, kind))) for kind, _ in _KINDS
+    )
+    if len(scalers) > 1:
+        raise GradSyncError("A call needs one GradScaler at most, but two came. Name one with scaler=...")
+    return Cast(models, optimizers, schedulers, scalers[0] if scalers else None)
 
 
 def check_cast(cast: Cast, name: str) -> None:
@@ -71,18 +91,14 @@ def check_cast(cast: Cast, name: str) -> None:
             )
 
 
-def _pick(
-    naming: Naming, kind: type[Any], what: str, found: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    if naming is None:
-        return tuple(dict.fromkeys(one for one in found if isinstance(one, kind))) if found else ()
+def _named(naming: Naming, kind: type[Any], what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     # A module is callable too, and meant as itself.
     named = naming(*args, **kwargs) if callable(naming) and not isinstance(naming, kind) else naming
-    several = tuple(named) if isinstance(named, tuple | list) else (named,)
+    several = list(named) if isinstance(named, tuple | list) else [named]
     for one in several:
         if one is not None and not isinstance(one, kind):
             raise TypeError(
                 f"accumulating({what}=...) needs a {kind.__name__}, a tuple of them, or a function of the call's "
                 f"arguments that returns one, but it gave a {type(one).__name__}."
             )
-    return tuple(one for one in several if one is not None)
+    return [one for one in several if one is not None]

@@ -8,18 +8,17 @@ import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradsync._accumulation import Accumulation
-from gradsync._cast import check_cast
+from gradsync._cast import cast_of, check_cast
 from gradsync._feed import Feed
 from gradsync._progress import Progress
 from gradsync.functional._agreement import nothing_here
 from gradsync.functional._stream import lookahead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.optim import Optimizer
 
-    from gradsync._cast import Cast
     from gradsync._settings import Settings
 
 T = TypeVar("T")
@@ -43,8 +42,12 @@ class Windows:
     def call(self, function: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One micro-batch."""
         key = None if instance is None else id(instance)
-        cast = self._settings.casting.of(args if instance is None else (instance, *args), kwargs)
-        accumulation = self._find(instance, key, cast)
+        everything = args if instance is None else (instance, *args)
+        participants = self._settings.casting.participants(everything, kwargs)
+        latest = self._latest.get(key)
+        accumulation = None if latest is None else latest()
+        if accumulation is None or not accumulation.has(participants):
+            accumulation = self._find(instance, key, participants)
         return accumulation.micro_batch(function, args, kwargs, self._feeds.get(key) if self._feeds else None)
 
     def over(self, iterable: Iterable[T], instance: object) -> Iterator[T]:
@@ -108,24 +111,20 @@ class Windows:
                     stacklevel=2,
                 )
 
-    def _find(self, instance: object, key: Key, cast: Cast) -> Accumulation:
-        optimizers = cast.optimizers
-        full_key = (key, *map(id, optimizers))
-        table = self._by_optimizer.get(optimizers[0]) if optimizers else None
-        accumulation = None if table is None else table.get(full_key)
+    def _find(self, instance: object, key: Key, participants: Sequence[object]) -> Accumulation:
+        cast = cast_of(participants)
+        check_cast(cast, self._name)
+        full_key = (key, *map(id, cast.optimizers))
+        table = self._by_optimizer.setdefault(cast.optimizers[0], {})
+        accumulation = table.get(full_key)
         if accumulation is None:
-            check_cast(cast, self._name)
             accumulation = Accumulation(self._name, next(self._order), self._settings, cast)
             if self._loaded:
                 accumulation.load_state_dict(self._loaded.pop(0))
-            table = self._by_optimizer.setdefault(optimizers[0], {})
             table[full_key] = accumulation
-            self._forget_with(instance, key, optimizers[0], full_key)
-        else:
-            accumulation.bind(cast)
-        latest = self._latest.get(key)
-        if latest is None or latest() is not accumulation:
-            self._latest[key] = weakref.ref(accumulation)
+            self._forget_with(instance, key, cast.optimizers[0], full_key)
+        accumulation.bind(cast, participants)
+        self._latest[key] = weakref.ref(accumulation)
         return accumulation
 
     def _forget_with(self, instance: object, key: Key, optimizer: Optimizer, full_key: tuple[Key, ...]) -> None:
@@ -158,7 +157,7 @@ class Windows:
     def _finish(self, feed: Feed, instance: object, key: Key) -> None:
         """The data has ended here; it may go on at other ranks, which need this one in their synchronisations."""
         if not self._all(key) and self._settings.casting.known():
-            self._find(instance, key, self._settings.casting.of((), {}))
+            self._find(instance, key, self._settings.casting.participants((), {}))
         accumulations = self._all(key)
         if not accumulations:
             nothing_here(self._name)

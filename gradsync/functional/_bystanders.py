@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from gradsync.functional._micro_batch import Hold
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,26 +13,33 @@ if TYPE_CHECKING:
 
 
 class Bystanders:
-    """Context manager: gradients flow through these parameters and none stay in them; their engines are held.
+    """Parameters that gradients flow through, and none stay in; their engines are held.
 
-    It must span the backward too: checkpointed layers run their forward again in there.
+    Held as an engine is, from before the forward until after the backward: checkpointed layers run their forward again
+    in there.
     """
 
-    __slots__ = ("_hold", "_parameters", "_switched_off")
+    __slots__ = ("_engines", "_parameters")
 
-    def __init__(self, parameters: Sequence[nn.Parameter], engines: Sequence[Engine]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter] = (), engines: Sequence[Engine] = ()) -> None:
         self._parameters = parameters
-        self._hold = Hold(engines)
-        self._switched_off: list[nn.Parameter] = []
+        self._engines = engines
 
-    def __enter__(self) -> None:
-        self._hold.__enter__()
-        self._switched_off = [parameter for parameter in self._parameters if parameter.requires_grad]
-        for parameter in self._switched_off:
+    def __bool__(self) -> bool:
+        return bool(self._parameters)
+
+    def hold(self) -> tuple[list[Any], list[nn.Parameter]]:
+        """Switch the gradients of these parameters off; returns what `restore` needs."""
+        found = [engine.hold() for engine in self._engines]
+        switched_off = [parameter for parameter in self._parameters if parameter.requires_grad]
+        for parameter in switched_off:
             parameter.requires_grad_(requires_grad=False)
+        return found, switched_off
 
-    def __exit__(self, *exception: object) -> None:
-        for parameter in self._switched_off:
+    def restore(self, found: tuple[list[Any], list[nn.Parameter]]) -> None:
+        """Switch on exactly what was switched off."""
+        flags, switched_off = found
+        for parameter in switched_off:
             parameter.requires_grad_(requires_grad=True)
-        self._switched_off = []
-        self._hold.__exit__(*exception)
+        for engine, flag in zip(self._engines, flags, strict=True):
+            engine.restore(flag)

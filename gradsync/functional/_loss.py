@@ -34,21 +34,25 @@ class LossSum:
         return self.loss / self.count
 
 
+_LOSSES = (torch.Tensor, LossSum)  # in every call: a union would be built anew each time
+
+
 def find_loss(returned: object) -> torch.Tensor | LossSum:
     """The loss in what a step function returned.
 
     >>> find_loss((torch.tensor(1.0, requires_grad=True), "logits"))
     tensor(1., requires_grad=True)
     """
-    found: object = returned
-    if not isinstance(returned, torch.Tensor | LossSum):
-        if isinstance(returned, Mapping):
-            found = returned.get("loss")
-        elif isinstance(returned, tuple | list) and not hasattr(returned, "loss"):
-            found = returned[0] if returned else None
-        else:
-            found = getattr(returned, "loss", None)
-    if not isinstance(found, torch.Tensor | LossSum):
+    if isinstance(returned, _LOSSES):
+        return returned
+    found: object
+    if isinstance(returned, Mapping):
+        found = returned.get("loss")
+    elif isinstance(returned, tuple | list) and not hasattr(returned, "loss"):
+        found = returned[0] if returned else None
+    else:
+        found = getattr(returned, "loss", None)
+    if not isinstance(found, _LOSSES):
         raise GradSyncError(
             "A step function must return its loss: a tensor, a LossSum, a tuple or list that begins with one, a mapping "
             f'with "loss", or an object with .loss; but what came is {_describe(returned)}. Return the unscaled loss.'

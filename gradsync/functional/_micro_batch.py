@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from gradsync.engines import Engine, Table
 
 
+class Holdable(Protocol):
+    """An engine, or anything else that can be held and restored."""
+
+    def hold(self) -> Any:
+        """Returns what it found."""
+
+    def restore(self, found: Any) -> None:
+        """Puts that back."""
+
+
 class Hold:
     """Context manager: the gradients of backwards inside stay local. Can be entered again and again, and nested.
 
@@ -24,22 +34,25 @@ class Hold:
 
     __slots__ = ("_engines", "_found")
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Holdable]) -> None:
         self._engines = engines
         self._found: list[list[Any]] = []
 
     def __enter__(self) -> None:
-        self._found.append([engine.hold() for engine in self._engines])
+        if self._engines:
+            self._found.append([engine.hold() for engine in self._engines])
 
     def __exit__(self, *_: object) -> None:
-        for engine, found in zip(self._engines, self._found.pop(), strict=True):
-            engine.restore(found)
+        if self._engines:
+            for engine, found in zip(self._engines, self._found.pop(), strict=True):
+                engine.restore(found)
 
 
 def backward(
     loss: torch.Tensor,
     engines: Sequence[Engine],
     *,
+    seed: torch.Tensor | None = None,
     size: int,
     last: bool,
     early: bool = False,
@@ -49,19 +62,19 @@ def backward(
 
     `early` synchronises whichever it is: averaging once more what is equal already changes nothing.
 
-    `size` is what the window was planned to have. An exception goes on after the collectives that the backward began
+    `seed` is the gradient to begin with, 1 by default. `size` is what the window was planned to have. An exception goes on after the collectives that the backward began
     are complete, so that no other rank waits for this one. Returns `table` summed over the ranks.
     """
     armed, once_more = (engines, False) if early else _whom_to_arm(engines, size, last)
     if not armed:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward(seed)  # type: ignore[no-untyped-call]
         return table
     riding = table if last and not once_more else ()
     sent = _send(engines, riding)
     for engine in armed:
         engine.arm(loss)
     try:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward(seed)  # type: ignore[no-untyped-call]
     finally:
         carried = [engine.settle(riding) for engine in armed]
     return reduce(engines, table) if once_more else _receive(sent, carried, riding)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
     from gradsync.engines import Engine, Table
+    from gradsync.functional._bystanders import Bystanders
 
 
 class OpenWindow:
@@ -28,11 +29,13 @@ class OpenWindow:
     """
 
     __slots__ = (
-        "_active", "_trainable", "count", "engines", "group", "hold", "losses", "num_micro_batches", "num_ranks",
+        "_active", "_seeds", "_trainable", "count", "engines", "group", "hold", "losses", "num_micro_batches", "num_ranks",
         "parameters", "rank", "size",
     )  # fmt: skip
 
-    def __init__(self, engines: Sequence[Engine], parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], parameters: Sequence[nn.Parameter], bystanders: Bystanders | None = None
+    ) -> None:
         self.engines = engines
         self.parameters = parameters
         self.group = engines[0].group if engines else None
@@ -43,7 +46,8 @@ class OpenWindow:
                 "All engines of one step must synchronise over the same number of ranks, but they have "
                 f"{[engine.group.size() for engine in engines]}. Give models on other groups a step function of their own."
             )
-        self.hold = Hold(engines)
+        self.hold = Hold([*engines, bystanders] if bystanders else engines)
+        self._seeds: dict[tuple[int, torch.dtype, torch.device, torch.Size], torch.Tensor] = {}
         self.size = 0
         self._clear()
 
@@ -71,22 +75,23 @@ class OpenWindow:
         Returns what all ranks brought where that had to be asked, or `ask` says so: for sums, whose counts only their
         ranks know, and for windows that may not be full.
         """
-        scaled = self._scale(loss)
+        tensor = self._count(loss)
         if last:
             self._check_trainable()
-        ask = last and (ask or self.count is not None) and self.num_ranks > 1
+        if scaler is not None:
+            tensor = scaler.scale(tensor)
+        seed = None if self.count is not None else self._seed(tensor)
         row = self._row(more=more, filled=filled) if last else None
-        table = self._table(row) if ask and row else ()
-        kept = scaled.detach()
+        ask = row is not None and (ask or self.count is not None) and self.num_ranks > 1
         summed = backward(
-            scaled if scaler is None else scaler.scale(scaled),
+            tensor,
             self._active,
+            seed=seed,
             size=self.size,
             last=last,
             early=early,
-            table=table,
+            table=self._table(row) if ask and row else (),
         )
-        self.losses.append(kept)
         return self._rows(summed, row) if row else None
 
     @property
@@ -156,8 +161,8 @@ class OpenWindow:
         self.count: float | torch.Tensor | None = None
         self.losses: list[torch.Tensor] = []
 
-    def _scale(self, loss: torch.Tensor | LossSum) -> torch.Tensor:
-        """What to run backward from. Counts the micro-batch."""
+    def _count(self, loss: torch.Tensor | LossSum) -> torch.Tensor:
+        """Count a micro-batch; returns what to run backward from."""
         is_sum = isinstance(loss, LossSum)
         tensor = loss.loss if is_sum else loss
         check_loss(tensor)
@@ -166,12 +171,22 @@ class OpenWindow:
                 "All losses of a window must be of one kind, but a LossSum and a mean came. Return a LossSum in each "
                 "micro-batch, or in none."
             )
+        if is_sum:
+            _check_count(loss.count)
+            self.count = loss.count if self.count is None else self.count + loss.count
         self.num_micro_batches += 1
-        if not is_sum:
-            return tensor / self.size
-        _check_count(loss.count)
-        self.count = loss.count if self.count is None else self.count + loss.count
-        return tensor.clone()  # a clone, because the caller may write to the loss that it gets back
+        self.losses.append(tensor.detach().clone())  # a copy, because the caller may write to the one it gets back
+        return tensor
+
+    def _seed(self, loss: torch.Tensor) -> torch.Tensor:
+        """The gradient that backward begins with: what `loss / size` would send on, to the bit, without that division."""
+        key = (self.size, loss.dtype, loss.device, loss.shape)
+        seed = self._seeds.get(key)
+        if seed is None:
+            if len(self._seeds) > 16:  # a user's steps may take any number of values
+                self._seeds.clear()
+            seed = self._seeds[key] = torch.ones_like(loss, requires_grad=False) / self.size
+        return seed
 
     def _rows(self, summed: Table, row: Row) -> list[Row] | None:
         """What all ranks brought; None where that was not asked."""
@@ -189,7 +204,7 @@ class OpenWindow:
     @property
     def divisor(self) -> float | torch.Tensor:
         """What the sum of `losses` is to be divided by to be their mean."""
-        return self.num_micro_batches / self.size if self.count is None else self.count
+        return self.num_micro_batches if self.count is None else self.count
 
     def _check_trainable(self) -> None:
         now = [parameter for parameter in self.parameters if parameter.requires_grad]
