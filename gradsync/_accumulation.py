@@ -10,7 +10,7 @@ import torch
 from gradsync._cast import Cast
 from gradsync._errors import GradSyncError
 from gradsync._progress import ClosedLosses, Progress
-from gradsync.engines import attach, find
+from gradsync.engines import attach, find, rest
 from gradsync.functional._agreement import agree_on_model, insist, meet
 from gradsync.functional._bystanders import Bystanders
 from gradsync.functional._loss import LossSum, detach, find_loss
@@ -96,6 +96,7 @@ class Accumulation:
                 f"{self.name} must be called with the same models throughout a window, but they changed in the middle of "
                 "one. Call flush() before another model comes."
             )
+        rest(cast.models)
         mine = {id(parameter) for parameter in owned(cast.optimizers)}
         trained = [model for model in cast.models if any(id(p) in mine for p in model.parameters())]
         if not trained:
@@ -111,7 +112,8 @@ class Accumulation:
         self._ids = frozenset(map(id, parameters))
         self._unowned = [parameter for parameter in parameters if id(parameter) not in mine]
         bystanders = Bystanders([p for model in watching for p in model.parameters()], find(watching))
-        self._window = OpenWindow(attach(trained, agree_on_model), list(parameters), bystanders)
+        engines, shards = attach(trained, agree_on_model), self._settings.sync == "shard"
+        self._window = OpenWindow(engines, list(parameters), bystanders, shards=shards)
         self._models = tuple(weakref.ref(model) for model in cast.models)
         self._watched = None
 
@@ -134,7 +136,7 @@ class Accumulation:
         ask = feed is not None or bool(settings.skip)
         more = feed is not None and feed.more
         # Where ranks may run out at different times, one synchronisation a window is what they can count on.
-        early = settings.sync == "each" and (feed is None or window.num_ranks == 1)
+        early = settings.sync == "each" and (feed is None or window.num_ranks == 1 or window.forward_communicates)
         if feed is not None:
             feed.called()
             self._fed = feed
@@ -333,6 +335,7 @@ class Accumulation:
                     clip_norm=settings.clip_norm,
                     factor=factor,
                     nonfinite=settings.nonfinite,
+                    spread=window.spread,
                 )
         finally:
             self._updating = False
@@ -388,7 +391,7 @@ class Accumulation:
     def _remember_gradients(self) -> None:
         """Pick one gradient to watch: it tells, at little cost, whether somebody else touched them."""
         if self._watched is None:
-            self._watched = next((p for p in self._window.parameters if p.grad is not None), None)
+            self._watched = next((p for p in self._window.watchable if p.grad is not None), None)
             if self._watched is None:
                 return
         self._gradient = self._watched.grad

@@ -101,7 +101,7 @@ def ways():
         from lightning_fabric.strategies import DDPStrategy
 
         os.environ.setdefault("LT_CLI_USED", "0")
-        fabric = Fabric(accelerator="cpu", strategy=DDPStrategy(process_group_backend="gloo"))
+        fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=DDPStrategy(process_group_backend="gloo"))
         fabric._launched = True
         model = tiny()
         wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))

@@ -3,8 +3,8 @@
 The caller keeps the module as it was: no wrapper, no attribute, nothing that deepcopy or pickle would see. What is
 made here holds the parameters but not the module, so that it can be looked up by the module and dies with it.
 
-One parameter more than the model has takes part: the ledger. Its gradient is written by us after the backward, and
-travels in the last bucket, with no collective of its own. It says which parameters were used at all, so that one that
+One parameter more than the model has takes part: the ledger. Its gradient is written by us after the backward, and is
+reduced with the others, in a small bucket of its own. It says which parameters were used at all, so that one that
 no rank used keeps `grad is None` although DDP does not look for unused parameters; and it carries the table of
 `Engine.settle`.
 """
@@ -32,7 +32,10 @@ class BehindEngine(DDPEngine):
 
     carries = True
 
-    def __init__(self, module: nn.Module, covered: Collection[int] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, covered: Collection[int] = (), group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._over = group  # the ranks of the engines that cover the rest of the module, if any do
         self._module = weakref.ref(module)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._covered = frozenset(covered)
@@ -52,11 +55,12 @@ class BehindEngine(DDPEngine):
             assert module is not None, "the caller holds the module"
             self._ddp.reducer._remove_autograd_hooks()
             self._ddp = self._make(module, first=False)
+            self._reduced = [self._ddp._module_parameters[0], *now]
         return bool(now)
 
     def open(self, source: int) -> None:
         module = self._module()
-        if module is None or dist.get_world_size(self.group) == 1:
+        if module is None or self.group.size() == 1:
             return
         if buffers := list(module.buffers()):
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
@@ -90,7 +94,7 @@ class BehindEngine(DDPEngine):
         assert total is not None, "the reducer leaves a gradient at every parameter"
         if not table and all(used):
             return ()
-        summed: list[float] = (total.double() * dist.get_world_size(self.group)).round().tolist()
+        summed: list[float] = (total.double() * self.group.size()).round().tolist()
         for parameter, anywhere in zip(parameters, summed, strict=False):
             if not anywhere:
                 parameter.grad = None
@@ -99,17 +103,19 @@ class BehindEngine(DDPEngine):
     def _make(self, module: nn.Module, *, first: bool) -> DistributedDataParallel:
         parameters = [p for p in module.parameters() if p.requires_grad and id(p) not in self._covered]
         like = parameters[0]
-        room = len(parameters) + TABLE_WIDTH * dist.get_world_size()  # the flags, and a table
-        dtype = torch.float32 if not like.dtype.is_floating_point or like.dtype.itemsize < 4 else like.dtype
+        room = len(parameters) + TABLE_WIDTH * dist.get_world_size(self._over)  # the flags, and a table
+        # Of a dtype of its own, and so in a bucket of its own: in one with other gradients it would shift these, and
+        # with them the order in which three ranks or more add them up. As it is, all stays bitwise what DDP computes.
+        dtype = torch.float64 if any(p.dtype != torch.float64 for p in parameters) else torch.float32
         shell = nn.Module()
-        # First in order is last in DDP's buckets, where it keeps no other gradient waiting.
+        # First in order is last among DDP's buckets, where it keeps no other gradient waiting.
         shell.ledger = nn.Parameter(torch.zeros(room, dtype=dtype, device=like.device))
         shell.module = module
         shell._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
             *(f"module.{name}" for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())),
             *(f"module.{name}" for name, p in module.named_parameters() if id(p) in self._covered),
         ]
-        ddp = DistributedDataParallel(shell, init_sync=first)
+        ddp = DistributedDataParallel(shell, process_group=self._over, init_sync=first)
         ddp._modules.clear()
         ddp.modules_buffers, ddp.named_module_buffers = [], {}
         return ddp

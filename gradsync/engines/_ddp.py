@@ -25,7 +25,7 @@ from gradsync._errors import GradSyncError
 from gradsync.engines._protocol import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch.nn.parallel import DistributedDataParallel
 
@@ -137,7 +137,7 @@ class DDPEngine(Engine):
             self._touch(missing).backward()  # type: ignore[no-untyped-call]
         reducer._rebuild_buckets()
         if never_used:
-            raise GradSyncError(_unused_message(self._ddp, never_used))
+            raise GradSyncError(_unused_message(self.named_parameters(), never_used))
         return None
 
     def reduce(self, table: Table = ()) -> Table | None:
@@ -154,6 +154,10 @@ class DDPEngine(Engine):
 
     # -- the reducer ----------------------------------------------------------------------------------------------
 
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """The parameters by the names that their user knows."""
+        return self._ddp.module.named_parameters()
+
     def _outputs(self, loss: torch.Tensor | None) -> list[torch.Tensor]:
         """What DDP should search for unused parameters, where it is to search at all."""
         if not self._ddp.find_unused_parameters or self._ddp.static_graph:
@@ -166,9 +170,8 @@ class DDPEngine(Engine):
         for parameter in parameters:
             if parameter.grad is None and id(parameter) in self._sparse:
                 # The reducer takes no undefined gradient for a sparse one; nothing at all, it does.
-                parameter.grad = torch.sparse_coo_tensor(
-                    size=parameter.shape, dtype=parameter.dtype, device=parameter.device
-                )
+                no_rows = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+                parameter.grad = torch.sparse_coo_tensor(no_rows, parameter.detach()[:0], parameter.shape)
         with torch.enable_grad():
             return _Touch.apply(*parameters)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -206,6 +209,7 @@ class DDPEngine(Engine):
         for parameter, count in zip(self._reduced, used, strict=True):
             if not count:
                 parameter.grad = None
+        self._ddp.__dict__["_gradsync_reductions"] = self._ddp.__dict__.get("_gradsync_reductions", 0) + 1  # for audit
         # The ranks in a real backward rebuild their buckets after this one, if they have not yet.
         self._ddp.reducer._push_all_rebuilt_params()
         self._ddp.reducer._rebuild_buckets()
@@ -236,8 +240,8 @@ def _sparse_parameters(module: nn.Module) -> frozenset[int]:
     return frozenset(id(one.weight) for one in embeddings)
 
 
-def _unused_message(ddp: DistributedDataParallel, unused: Sequence[nn.Parameter]) -> str:
-    names = [name for name, p in ddp.module.named_parameters() if any(p is one for one in unused)]
+def _unused_message(named: Iterable[tuple[str, nn.Parameter]], unused: Sequence[nn.Parameter]) -> str:
+    names = [name for name, p in named if any(p is one for one in unused)]
     return (
         f"Every trainable parameter of a DistributedDataParallel model must be used in each window, but on this rank no "
         f"micro-batch of the window used {', '.join(names)}. Pass find_unused_parameters=True to "

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
 from gradsync.engines._behind import BehindEngine
-from gradsync.engines._ddp import DDPEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from torch.nn.parallel import DistributedDataParallel
+
     from gradsync.engines._protocol import Engine
 
-# What `register` was told. A finder looks at one module of the walk: an engine for it and all below it, or None.
-_FINDERS: list[tuple[type[nn.Module], Callable[[Any], Engine]]] = [(DistributedDataParallel, DDPEngine)]
+
+def _maker(where: str, name: str) -> Callable[[Any], Engine]:
+    """An engine of this package, imported as the first is made: torch.distributed.fsdp alone takes seconds."""
+    return lambda module: getattr(import_module(f"gradsync.engines.{where}"), name)(module)  # type: ignore[no-any-return]
+
+
+# What makes the engine for a module of some class: by the class's name for those whose import is put off, and by the
+# class for what `register` was told.
+_MAKERS: dict[str | type, Callable[[Any], Engine]] = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": _maker("_ddp", "DDPEngine"),
+    "torch.distributed._composable.replicate.DDP": _maker("_replicate", "ReplicateEngine"),
+    "torch.distributed.fsdp.FSDPModule": _maker("_fsdp2", "FSDP2Engine"),
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _maker("_fsdp1", "FSDP1Engine"),
+}
 
 # The DDP behind a bare module. A memo: without it each epoch would pay for a DDP again. The values hold the
 # parameters but not the module, so that an entry dies with its module.
@@ -31,7 +44,7 @@ def register(kind: type[nn.Module], make: Callable[[Any], Engine]) -> None:
 
     What it returns is an `Engine`; the engines of this package are the examples.
     """
-    _FINDERS.insert(0, (kind, make))
+    _MAKERS[kind] = make
 
 
 def find(models: Iterable[nn.Module]) -> list[Engine]:
@@ -50,15 +63,22 @@ def attach(models: Iterable[nn.Module], agree: Callable[[nn.Module], None] = lam
     engines, covered = _walk(models)
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return engines
+    group = engines[0].group if engines else None
     for model in map(_bare, models):
         parameters = {id(p): p for p in model.parameters() if id(p) not in covered}
-        if model not in _BEHIND and any(p.requires_grad for p in parameters.values()):
+        if model not in _BEHIND and _needs_engine(parameters.values()):
             agree(model)
-            _BEHIND[model] = BehindEngine(model, covered)
+            _BEHIND[model] = BehindEngine(model, covered, group)
         if model in _BEHIND:
             engines.append(_BEHIND[model])
             covered |= parameters.keys()
     return engines
+
+
+def rest(models: Iterable[nn.Module]) -> None:
+    """Make `model.parameters()` those of the optimizers, also where a forward has left others in their place."""
+    for engine in find(models):
+        engine.rest()
 
 
 def behind(module: nn.Module) -> DistributedDataParallel | None:
@@ -76,15 +96,37 @@ def _walk(models: Iterable[nn.Module]) -> tuple[list[Engine], set[int]]:
             if id(module) in seen:
                 continue
             seen.add(id(module))
-            for kind, make in _FINDERS:
-                if isinstance(module, kind):
-                    engine = make(module)
-                    engines.append(engine)
-                    covered |= {id(parameter) for parameter in engine.parameters}
-                    break
-            else:
+            make = _make_for(type(module))
+            if make is None:
                 _refuse_unknown(module)
+                continue
+            engine = make(module)
+            engines.append(engine)
+            covered.update(map(id, engine.parameters))
+            seen.update(map(id, engine.modules))
     return engines, covered
+
+
+def _needs_engine(bare: Iterable[nn.Parameter]) -> bool:
+    trainable = [parameter for parameter in bare if parameter.requires_grad]
+    meshes = {parameter.device_mesh for parameter in trainable if hasattr(parameter, "device_mesh")}
+    if any(mesh.size() < dist.get_world_size() for mesh in meshes):
+        raise GradSyncError(
+            "Parameters that are DTensors of a part of the ranks need an engine that keeps the parts in step, but "
+            f"{'; '.join(map(str, meshes))} has none. Call fully_shard or replicate on the model, with the mesh's "
+            "data-parallel dimension."
+        )
+    return bool(trainable) and not meshes  # on a mesh of all ranks, DTensor itself keeps them in step
+
+
+def _make_for(kind: type[nn.Module]) -> Callable[[Any], Engine] | None:
+    for base in kind.__mro__:
+        if base is nn.Module:
+            break
+        make = _MAKERS.get(base) or _MAKERS.get(f"{base.__module__}.{base.__qualname__}")
+        if make is not None:
+            return make
+    return None
 
 
 def _refuse_unknown(module: nn.Module) -> None:
@@ -92,7 +134,7 @@ def _refuse_unknown(module: nn.Module) -> None:
     kind = type(module)
     if kind.__module__.startswith("lightning"):
         return
-    if hasattr(kind, "no_sync") or kind.__module__.split(".")[0] in {"deepspeed", "horovod", "megatron"}:
+    if hasattr(kind, "no_sync") or hasattr(kind, "set_requires_gradient_sync") or kind.__module__.split(".")[0] in {"deepspeed", "horovod", "megatron"}:
         raise GradSyncError(
             f"gradsync has to hold back the synchronisation of every engine in the model, but it does not know "
             f"{kind.__module__}.{kind.__qualname__}. Teach it with "

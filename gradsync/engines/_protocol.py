@@ -32,10 +32,31 @@ class Engine:
 
     #: Whether `settle` and `reduce` take a table along with the gradients.
     carries = False
+    #: Whether a forward or held backward waits for the other ranks, so that all must run equally many.
+    forward_communicates = False
+    #: Whether held gradients are kept out of `parameter.grad`, or change their objects there as they like.
+    holds_inside = False
+    #: The ranks that each plain gradient is spread over in flat pieces; None where it is whole, or a DTensor.
+    shard_group: ProcessGroup | None = None
+    #: The modules of this class that the engine looks after as well, below the one it was made for.
+    modules: Sequence[nn.Module] = ()
 
     def __init__(self, group: ProcessGroup, parameters: Sequence[nn.Parameter]) -> None:
-        self.group = group
+        self._group = group
         self.parameters: Sequence[nn.Parameter] = parameters
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks whose gradients are averaged."""
+        return self._group
+
+    @property
+    def leaves(self) -> Sequence[torch.Tensor]:
+        """Where gradients arrive in a backward, for hooks; other tensors than `parameters` where these are gathered."""
+        return self.parameters
+
+    def rest(self) -> None:
+        """Put away what a forward has gathered, so that the module's parameters are its optimizer's."""
 
     @property
     def owes_first(self) -> bool:
@@ -53,8 +74,12 @@ class Engine:
         """Keep the gradients of coming backwards local; returns what was found, for `restore`."""
         raise NotImplementedError
 
+    def hold_shards(self) -> Any:
+        """`hold`, but reduce what needs no rank beyond those that share the shards, where an engine has two levels."""
+        return self.hold()
+
     def restore(self, found: Any) -> None:
-        """Undo `hold`."""
+        """Undo `hold`, and an `arm` since then."""
         raise NotImplementedError
 
     def arm(self, loss: torch.Tensor | None) -> None:
@@ -65,11 +90,15 @@ class Engine:
         raise NotImplementedError
 
     def settle(self, table: Table = ()) -> Table | None:
-        """The armed backward has ended, or failed: complete its collectives.
+        """The armed backward has ended: complete its collectives.
 
         An engine that `carries` takes `table` along with the gradients and returns it summed over the ranks.
         """
         return None
+
+    def abort(self, table: Table = ()) -> Table | None:
+        """The armed backward has failed: complete its collectives, for which other ranks wait, if that can be done."""
+        return self.settle(table)
 
     def reduce(self, table: Table = ()) -> Table | None:
         """Synchronise what is accumulated, without a backward; the other ranks may be in a backward of theirs."""

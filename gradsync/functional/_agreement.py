@@ -82,10 +82,11 @@ def nothing_here(name: str) -> None:
     mine = store.add(f"gradsync/empty/{rank}", 1)
     limit = time.monotonic() + _timeout(group)
     while time.monotonic() < limit:
-        if all(store.add(f"gradsync/empty/{other}", 0) >= mine for other in range(group.size())):
-            return
-        if store.add(f"gradsync/needed/{rank}", 0) >= mine:
+        everybody = all(store.add(f"gradsync/empty/{other}", 0) >= mine for other in range(group.size()))
+        if store.add(f"gradsync/needed/{rank}", 0) >= mine:  # said before the one who says it counts itself in
             break
+        if everybody:
+            return
         time.sleep(0.05)
     raise GradSyncError(_EMPTY.format(name=name, ranks=rank))
 
@@ -107,6 +108,7 @@ def _refuse_empty(group: dist.ProcessGroup, missing: Sequence[int], topic: str) 
     if empty:
         for rank in empty:
             store.add(f"gradsync/needed/{rank}", before + 1)
+        store.add(f"gradsync/empty/{world.rank()}", 1)  # so that the ranks' counts stay equal, should they go on
         raise GradSyncError(_EMPTY.format(name=topic, ranks=", ".join(map(str, empty))))
 
 

@@ -30,6 +30,8 @@ class Bystanders:
 
     def hold(self) -> tuple[list[Any], list[nn.Parameter]]:
         """Switch the gradients of these parameters off; returns what `restore` needs."""
+        for engine in self._engines:
+            engine.rest()  # what is gathered already would not see the switch
         found = [engine.hold() for engine in self._engines]
         switched_off = [parameter for parameter in self._parameters if parameter.requires_grad]
         for parameter in switched_off:
@@ -43,3 +45,4 @@ class Bystanders:
             parameter.requires_grad_(requires_grad=True)
         for engine, flag in zip(self._engines, flags, strict=True):
             engine.restore(flag)
+            engine.rest()

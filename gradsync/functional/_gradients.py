@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import nn
+    from typing_extensions import TypeAlias
+
+    Spread: TypeAlias = Mapping[int, dist.ProcessGroup]
+
+WHOLE: Spread = MappingProxyType({})
 
 
 def normalise(parameters: Iterable[nn.Parameter], factor: float) -> None:
@@ -31,17 +38,27 @@ def normalise(parameters: Iterable[nn.Parameter], factor: float) -> None:
             torch._foreach_mul_(gradients, factor)
 
 
-def norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients as one vector, wherever their parts live."""
-    parts = [_full(get_total_norm([_values(g) for g in gradients], norm_type)) for gradients in _alike(parameters)]
+def norm(parameters: Iterable[nn.Parameter], *, spread: Spread = WHOLE) -> torch.Tensor:
+    """The norm of all gradients as one vector, wherever their parts live: DTensors of any meshes, plain ones beside them.
+
+    `spread` names the ranks that plain gradients are spread over in pieces, by the id of their parameter (FSDP1).
+    """
+    parts = []
+    for place, gradients in _places(parameters, spread).items():
+        part = _full(get_total_norm([_values(gradient) for gradient in gradients]))
+        if place.ranks is not None:
+            square = part.double().square()
+            dist.all_reduce(square, group=place.ranks)
+            part = square.sqrt().to(part)
+        parts.append(part)
     if not parts:
         return torch.zeros(())
     if len(parts) == 1:
         return parts[0]
-    return torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]), norm_type)
+    return torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]))
 
 
-def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread = WHOLE) -> torch.Tensor:
     """Scale the gradients down to a norm of at most `max_norm`; returns the norm that they had.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2)); weight.grad = torch.tensor([3.0, 4.0])
@@ -49,17 +66,34 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
     parameters = list(parameters)
-    total = norm(parameters)
-    sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
-    clip_grads_with_norm_([p for p in parameters if p.grad is not None and not p.grad.is_sparse], max_norm, total)
-    if sparse:
-        normalise(sparse, min(1.0, max_norm / (float(total) + 1e-6)))
+    total = norm(parameters, spread=spread)
+    # torch's own, one kind at a time: it takes no sparse gradients, and no DTensors with others beside them.
+    alike: defaultdict[object, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            alike[_kind(parameter.grad)].append(parameter)
+    for members in alike.values():
+        assert members[0].grad is not None, "only those"
+        if members[0].grad.is_sparse:
+            normalise(members, min(1.0, max_norm / (float(total) + 1e-6)))
+        else:
+            clip_grads_with_norm_(members, max_norm, total)
     return total
 
 
-def all_finite(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether no gradient has an inf or a NaN. One host synchronisation."""
-    return bool(torch.isfinite(norm(parameters, float("inf"))))  # the largest of all: it cannot overflow by itself
+def all_finite(parameters: Iterable[nn.Parameter], *, spread: Spread = WHOLE) -> bool:
+    """Whether no gradient has an inf or a NaN, on any of the ranks that share it. One host synchronisation."""
+    finite = True
+    for place, gradients in _places(parameters, spread).items():
+        pieces = [piece for piece in map(_local, gradients) if piece.numel()]
+        # The largest element cannot overflow by itself, as a norm can. As a number, because a NaN may get lost in MAX.
+        odd = torch.zeros((), device=gradients[0].device)
+        if pieces:
+            odd = (~torch.isfinite(get_total_norm(pieces, float("inf")))).to(odd)
+        for group in place.groups():
+            dist.all_reduce(odd, op=dist.ReduceOp.MAX, group=group)
+        finite = finite and not odd
+    return finite
 
 
 def discard(parameters: Iterable[nn.Parameter]) -> None:
@@ -68,14 +102,49 @@ def discard(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
+def _kind(gradient: torch.Tensor) -> tuple[Any, bool]:
+    """What one foreach call must not mix: meshes, and layouts."""
+    return getattr(gradient, "device_mesh", None), gradient.is_sparse
+
+
 def _alike(parameters: Iterable[nn.Parameter]) -> Sequence[list[torch.Tensor]]:
-    """The gradients in groups that one foreach call takes: torch refuses to mix meshes, and layouts."""
+    """The gradients in groups that one foreach call takes."""
     groups: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            groups[getattr(gradient, "device_mesh", None), gradient.is_sparse].append(gradient)
+        if parameter.grad is not None:
+            groups[_kind(parameter.grad)].append(parameter.grad)
     return list(groups.values())
+
+
+class _Place(NamedTuple):
+    """Where some gradients live: on a mesh, spread over ranks in pieces, or whole on each rank."""
+
+    mesh: Any
+    is_sparse: bool
+    ranks: dist.ProcessGroup | None
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of ranks to ask, one after another, about all of a gradient."""
+        if self.mesh is not None:
+            return [self.mesh.get_group(dimension) for dimension in range(self.mesh.ndim)]
+        return [] if self.ranks is None else [self.ranks]
+
+
+def _places(parameters: Iterable[nn.Parameter], spread: Spread) -> dict[_Place, list[torch.Tensor]]:
+    """The gradients by place. Where they are in pieces, a rank that has none takes part with an empty one."""
+    places: defaultdict[_Place, list[torch.Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient, ranks = parameter.grad, spread.get(id(parameter))
+        if gradient is None and ranks is not None:
+            gradient = parameter.detach().new_empty(0)
+        if gradient is not None:
+            places[_Place(*_kind(gradient), ranks)].append(gradient)
+    return places
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    local = getattr(gradient, "to_local", None)
+    return _values(gradient) if local is None else local()
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

@@ -9,15 +9,12 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torch import nn
-
 
 class LeafHooks:
     """Tensor hooks on some parameters, and their removal."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], hook: Callable[[torch.Tensor | None], torch.Tensor | None]) -> None:
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        self._handles = [parameter.register_hook(hook) for parameter in trainable]
+    def __init__(self, leaves: Iterable[torch.Tensor], hook: Callable[[torch.Tensor | None], torch.Tensor | None]) -> None:
+        self._handles = [leaf.register_hook(hook) for leaf in leaves if leaf.requires_grad]
 
     def remove(self) -> None:
         """Take the hooks away; again is fine."""
@@ -29,10 +26,10 @@ class LeafHooks:
 class PlainBackward(LeafHooks):
     """Calls `begin` as the user's own `loss.backward()` reaches the first parameter, before any gradient is there."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], begin: Callable[[], None]) -> None:
+    def __init__(self, leaves: Iterable[torch.Tensor], begin: Callable[[], None]) -> None:
         self.began = False
         self._begin = begin
-        super().__init__(parameters, self._reached)
+        super().__init__(leaves, self._reached)
 
     def _reached(self, _: torch.Tensor | None) -> None:
         if not self.began:
@@ -40,6 +37,6 @@ class PlainBackward(LeafHooks):
             self._begin()
 
 
-def weightless(parameters: Iterable[nn.Parameter]) -> LeafHooks:
+def weightless(leaves: Iterable[torch.Tensor]) -> LeafHooks:
     """Replace gradients by zeros as they arrive: exact where `loss * 0` is not, with an inf or a NaN in it."""
-    return LeafHooks(parameters, lambda gradient: None if gradient is None else torch.zeros_like(gradient))
+    return LeafHooks(leaves, lambda gradient: None if gradient is None else torch.zeros_like(gradient))

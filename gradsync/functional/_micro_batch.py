@@ -32,15 +32,17 @@ class Hold:
     as much.
     """
 
-    __slots__ = ("_engines", "_found")
+    __slots__ = ("_engines", "_found", "_holds")
 
-    def __init__(self, engines: Sequence[Holdable]) -> None:
+    def __init__(self, engines: Sequence[Holdable], *, shards: bool = False) -> None:
         self._engines = engines
+        # `shards`: what shares shards with this rank may reduce, and only what is replicated elsewhere is held.
+        self._holds = [getattr(engine, "hold_shards", engine.hold) if shards else engine.hold for engine in engines]
         self._found: list[list[Any]] = []
 
     def __enter__(self) -> None:
         if self._engines:
-            self._found.append([engine.hold() for engine in self._engines])
+            self._found.append([hold() for hold in self._holds])
 
     def __exit__(self, *_: object) -> None:
         if self._engines:
@@ -65,18 +67,21 @@ def backward(
     `seed` is the gradient to begin with, 1 by default. `size` is what the window was planned to have. An exception goes on after the collectives that the backward began
     are complete, so that no other rank waits for this one. Returns `table` summed over the ranks.
     """
-    armed, once_more = (engines, False) if early else _whom_to_arm(engines, size, last)
+    armed, once_more = (engines, False) if early else _whom_to_arm(engines, size, last, bool(table))
     if not armed:
         loss.backward(seed)  # type: ignore[no-untyped-call]
-        return table
+        return reduce(engines, table) if once_more else table
     riding = table if last and not once_more else ()
     sent = _send(engines, riding)
     for engine in armed:
         engine.arm(loss)
     try:
         loss.backward(seed)  # type: ignore[no-untyped-call]
-    finally:
-        carried = [engine.settle(riding) for engine in armed]
+    except BaseException:
+        for engine in armed:
+            engine.abort(riding)
+        raise
+    carried = [engine.settle(riding) for engine in armed]
     return reduce(engines, table) if once_more else _receive(sent, carried, riding)
 
 
@@ -84,7 +89,7 @@ def join_running(
     engines: Sequence[Engine], *, size: int, last: bool, table: Table, done: Callable[[Table], None]
 ) -> None:
     """The same in a backward that has begun already, from a loss that nobody knows here; `done(table)` as it ends."""
-    armed, once_more = _whom_to_arm(engines, size, last)
+    armed, once_more = _whom_to_arm(engines, size, last, bool(table))
     riding = table if last and not once_more else ()
     sent = _send(engines, riding)
     for engine in armed:
@@ -99,14 +104,19 @@ def join_running(
     queue(lambda: queue(finish))
 
 
-def _whom_to_arm(engines: Sequence[Engine], size: int, last: bool) -> tuple[Sequence[Engine], bool]:
+def _whom_to_arm(
+    engines: Sequence[Engine], size: int, last: bool, differ: bool
+) -> tuple[Sequence[Engine], bool]:
     """The engines that synchronise in this backward, and whether all have to, once more, after it.
 
     An engine that owes a synchronisation of its very first micro-batch makes two in a window planned for more than
     one. Where that first one is the last as well, it still makes two: on other ranks it may not be the last.
+
+    Several engines synchronise in the order in which backward reaches them. Where the ranks may `differ`, one that has
+    run no backward cannot know that order, and so all take them in turn, after the backward.
     """
     owing = [engine for engine in engines if engine.owes_first]
-    once_more = last and size > 1 and bool(owing)
+    once_more = last and ((size > 1 and bool(owing)) or (differ and len(engines) > 1))
     return (engines if last and not once_more else owing), once_more
 
 

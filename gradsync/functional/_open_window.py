@@ -29,12 +29,17 @@ class OpenWindow:
     """
 
     __slots__ = (
-        "_active", "_seeds", "_trainable", "count", "engines", "group", "hold", "losses", "num_micro_batches", "num_ranks",
-        "parameters", "rank", "size",
+        "_active", "_seeds", "_trainable", "count", "engines", "forward_communicates", "group", "hold", "losses",
+        "num_micro_batches", "num_ranks", "parameters", "rank", "size", "spread", "watchable",
     )  # fmt: skip
 
     def __init__(
-        self, engines: Sequence[Engine], parameters: Sequence[nn.Parameter], bystanders: Bystanders | None = None
+        self,
+        engines: Sequence[Engine],
+        parameters: Sequence[nn.Parameter],
+        bystanders: Bystanders | None = None,
+        *,
+        shards: bool = False,
     ) -> None:
         self.engines = engines
         self.parameters = parameters
@@ -46,7 +51,12 @@ class OpenWindow:
                 "All engines of one step must synchronise over the same number of ranks, but they have "
                 f"{[engine.group.size() for engine in engines]}. Give models on other groups a step function of their own."
             )
-        self.hold = Hold([*engines, bystanders] if bystanders else engines)
+        self.hold = Hold([*engines, bystanders] if bystanders else engines, shards=shards)
+        self.forward_communicates = any(engine.forward_communicates for engine in engines)
+        # Plain gradients that are spread over ranks, by their parameters' ids: norms are over all of their pieces.
+        self.spread = {id(p): engine.shard_group for engine in engines if engine.shard_group for p in engine.parameters}
+        inside = {id(p) for engine in engines if engine.holds_inside for p in engine.parameters}
+        self.watchable = [parameter for parameter in parameters if id(parameter) not in inside]
         self._seeds: dict[tuple[int, torch.dtype, torch.device, torch.Size], torch.Tensor] = {}
         self.size = 0
         self._clear()
@@ -93,6 +103,13 @@ class OpenWindow:
             table=self._table(row) if ask and row else (),
         )
         return self._rows(summed, row) if row else None
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """Where gradients arrive, for hooks: the parameters, or what their engine has gathered of them."""
+        covered = {id(p) for engine in self.engines for p in engine.parameters}
+        bare = [p for p in self.parameters if id(p) not in covered]
+        return [*bare, *(leaf for engine in self.engines for leaf in engine.leaves)]
 
     @property
     def owes_first(self) -> bool:

@@ -7,7 +7,7 @@ from itertools import count
 from typing import TYPE_CHECKING, TypeVar, overload
 
 from gradsync._errors import GradSyncError
-from gradsync.engines import attach
+from gradsync.engines import attach, rest
 from gradsync.functional._agreement import agree_on_model, insist, meet
 from gradsync.functional._gradients import discard, normalise
 from gradsync.functional._leaf_hooks import LeafHooks, PlainBackward, weightless
@@ -161,8 +161,8 @@ class _Loop:
         """Hand out `value` with everything in place for `step`, and put everything back, however the turn ends."""
         self._current, self._done = step, None
         watch = not self._explicit and (step.last or self._window.owes_first)
-        self._plain = PlainBackward(self._window.parameters, self._join) if watch else None
-        self._hooks = [weightless(self._window.parameters)] if step.replay else []
+        self._plain = PlainBackward(self._window.leaves, self._join) if watch else None
+        self._hooks = [weightless(self._window.leaves)] if step.replay else []
         self._hooks += [self._plain] if self._plain is not None else []
         with self._window.hold, named_range("gradsync.sync" if step.last else "gradsync.hold"):
             try:
@@ -187,6 +187,7 @@ class _Loop:
     # -- ranks ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        rest(self._models)
         engines = attach(self._models, agree_on_model)
         self._window = OpenWindow(engines, list(dict.fromkeys(p for model in self._models for p in model.parameters())))
         insist(meet(self._window.group, "the start of sync_every", {"steps": window_size(self._steps, 0)}))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._gradients import all_finite, clip, normalise
+from gradsync.functional._gradients import WHOLE, all_finite, clip, normalise
 from gradsync.functional._micro_batch import named_range
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+
+    from gradsync.functional._gradients import Spread
 
 NonFinite = Literal["step", "skip", "raise"]
 
@@ -37,11 +39,12 @@ def update(
     clip_norm: float | None = None,
     factor: float = 1.0,
     nonfinite: NonFinite = "step",
+    spread: Spread = WHOLE,
 ) -> Update:
     """Unscale, normalise by `factor`, clip, step, update the scaler, step the schedulers, and zero the gradients.
 
     The gradients are synchronised already. The schedulers move only if the optimizers really stepped. `grad_norm` is
-    over all optimizers and from before clipping; None without `clip_norm`.
+    over all optimizers and from before clipping; None without `clip_norm`. `spread` is that of `norm`.
 
     >>> weight = torch.nn.Parameter(torch.ones(1)); optimizer = torch.optim.SGD([weight], lr=1.0)
     >>> weight.grad = torch.tensor([0.5])
@@ -51,13 +54,13 @@ def update(
     with named_range("gradsync.update"):
         parameters = list(owned(optimizers))
         if scaler is not None and scaler.is_enabled():
-            _ensure_scale(scaler, parameters)
+            _ensure_scale(scaler, parameters, spread)
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
         normalise(parameters, factor)
-        grad_norm = None if clip_norm is None else clip(parameters, clip_norm)
+        grad_norm = None if clip_norm is None else clip(parameters, clip_norm, spread=spread)
         stepped = True
-        if nonfinite != "step" and not all_finite(parameters):
+        if nonfinite != "step" and not all_finite(parameters, spread=spread):
             stepped = False
         if stepped or scaler is not None:
             stepped = _step(optimizers, scaler, skip=not stepped)
@@ -115,7 +118,13 @@ def _step(optimizers: Sequence[Optimizer], scaler: GradScaler | None, *, skip: b
     return not skip and scaler.get_scale() >= before
 
 
-def _ensure_scale(scaler: GradScaler, parameters: Sequence[nn.Parameter]) -> None:
+def _ensure_scale(scaler: GradScaler, parameters: Sequence[nn.Parameter], spread: Spread) -> None:
     """A rank that had no micro-batch in any window yet has a scaler that never scaled, and would not unscale."""
+    if not spread.keys().isdisjoint(map(id, parameters)) and not hasattr(scaler, "process_group"):
+        raise GradSyncError(
+            "Gradients that FullyShardedDataParallel has sharded need a scaler that asks all ranks whether one came "
+            f"upon an inf, but the scaler is a {type(scaler).__name__}, which asks its own rank. Use "
+            "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
+        )
     if scaler._scale is None:
         scaler.scale(torch.zeros((), device=parameters[0].device))

@@ -1,0 +1,80 @@
+"""One rank: measures with the others; the first of them keeps the result. Also a program, which `_launch` starts."""
+
+import faulthandler
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from gradsync.bench._errors import BenchError
+from gradsync.bench._records import Measured, Options, Place, dump_measured, load_task
+
+TASK, PROGRESS, RESULT = "task.json", "progress", "result.json"
+"""The files through which a rank and the bench that started it talk."""
+
+
+def run(options: Options, place: Place, say: Callable[[str], None]) -> Measured | None:
+    """Measure with the other ranks of this process's group; the first of them gets the result."""
+    # A rank that waits too long for another one says where it stands, and ends.
+    faulthandler.dump_traceback_later(options.limit, exit=True)
+    import torch
+    import torch.distributed as dist
+
+    import gradsync
+    from gradsync.bench._measure import measure, num_gradient_bytes
+    from gradsync.bench._models import build
+    from gradsync.bench._ways import installed
+
+    torch.set_num_threads(options.threads)
+    with gradsync.process_group() as group:
+        on_ranks: list[list[str]] = [[] for _ in range(group.world_size)]
+        dist.all_gather_object(on_ranks, [name for name in options.ways if installed(name)])
+        missing = [name for name in options.ways if any(name not in names for names in on_ranks)]
+        possible = replace(options, ways=tuple(name for name in options.ways if name not in missing))
+        samples = []
+        for steps in options.steps:
+
+            def report(text: str, steps: int = steps) -> None:
+                if group.rank == 0:
+                    say(f"{place.name}{f', {place.link}' if place.link else ''}, windows of {steps}: {text}")
+
+            samples.append(measure(possible, place, steps, group.device, report))
+            gc.collect()  # engines go now, on all ranks together, and not when their process group has already gone
+        workload = build(options.model, options.factory, options.sizes, options.batch, group.device)
+        measured = Measured(
+            place,
+            torch=torch.__version__,
+            backend=dist.get_backend(),
+            device=group.device.type,
+            parameters=sum(p.numel() for p in workload.model.parameters()),
+            gradient_bytes=num_gradient_bytes(workload),
+            missing=missing,
+            samples=samples,
+        )
+    faulthandler.cancel_dump_traceback_later()
+    return measured if group.rank == 0 else None
+
+
+def _main(folder: Path) -> None:
+    threading.Thread(target=_end_with_the_bench, daemon=True).start()
+    options, place = load_task((folder / TASK).read_text())
+    with (folder / PROGRESS).open("a", buffering=1) as progress:
+        try:
+            measured = run(options, place, lambda text: print(text, file=progress))
+        except BenchError as error:
+            sys.exit(str(error))
+    if measured is not None:
+        (folder / RESULT).write_text(dump_measured(measured))
+
+
+def _end_with_the_bench() -> None:
+    # Standard input is a pipe that closes with the process that started this one, however that one ended.
+    os.read(0, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

@@ -1,0 +1,89 @@
+"""Plain values that pass between the command, its ranks and the report. None of them needs torch."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a rank must know of the command line."""
+
+    model: str
+    factory: str | None
+    sizes: dict[str, int]
+    batch: int
+    steps: tuple[int, ...]
+    ways: tuple[str, ...]
+    threads: int
+    rounds: int
+    seconds: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a group of ranks runs: one row of the table."""
+
+    name: str
+    hosts: int
+    ranks: int
+    link: str | None = None
+    """The rate that the link between emulated hosts was given."""
+    interface: str | None = None
+    """That link's end on a host: all its traffic is the bench's own, so that it can be counted."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The times of one place with one window length."""
+
+    steps: int
+    seconds: dict[str, list[float]]
+    """One time a round, that of the slowest rank. A way's name: one window. `forward`: one micro-batch's forward.
+    `link`: one all_reduce of as many bytes as there are gradients."""
+    sent: dict[str, float]
+    """Bytes that left a host in one window, where they can be counted."""
+    apart: list[str]
+    """Ways that left the ranks with different parameters: they did not synchronise, and their times mean nothing."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that one group of ranks has measured."""
+
+    place: Place
+    torch: str
+    backend: str
+    device: str
+    parameters: int
+    gradient_bytes: int
+    missing: list[str]
+    """Ways left out because some rank's machine lacks what they need."""
+    samples: list[Sample]
+
+
+def dump_task(options: Options, place: Place) -> str:
+    """Write what a rank is told."""
+    return json.dumps({"options": asdict(options), "place": asdict(place)})
+
+
+def load_task(text: str) -> tuple[Options, Place]:
+    """Undo `dump_task`."""
+    record: dict[str, dict[str, Any]] = json.loads(text)
+    options = record["options"]
+    options.update(steps=tuple(options["steps"]), ways=tuple(options["ways"]))
+    return Options(**options), Place(**record["place"])
+
+
+def dump_measured(measured: Measured) -> str:
+    """Write what a rank answers."""
+    return json.dumps(asdict(measured))
+
+
+def load_measured(text: str) -> Measured:
+    """Undo `dump_measured`."""
+    record: dict[str, Any] = json.loads(text)
+    record["place"] = Place(**record["place"])
+    record["samples"] = [Sample(**sample) for sample in record["samples"]]
+    return Measured(**record)

@@ -1,0 +1,144 @@
+"""FSDP1: `FullyShardedDataParallel`, the module that wraps.
+
+Its `no_sync` is read as a backward ends, where DDP's is read in forward, and is for the root only. The switch that it
+writes, `_sync_gradients` of each instance, is written here.
+
+Private in torch (read in torch 2.13; `tests/test_engines_torch.py` fails when it changes): of an instance
+`_sync_gradients`, `_all_handles`, `_handle`, `_is_root`, `_all_fsdp_states`, `training_state`, `process_group`,
+`_inter_node_pg`, `_post_backward_callback_queued`; of a handle `flat_param`, `_use_orig_params`,
+`uses_sharded_strategy`, `_training_state`; of a flat parameter `_params`, `_saved_grad_shard`, `_post_backward_called`;
+and `_runtime_utils._post_backward_final_callback` and `_reshard`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, _runtime_utils
+from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleTrainingState
+
+from gradsync._errors import GradSyncError
+from gradsync.engines._protocol import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradsync.engines._protocol import Table
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+class FSDP1Engine(Engine):
+    """One root `FullyShardedDataParallel`, and all others below it."""
+
+    forward_communicates = True
+    holds_inside = True
+
+    def __init__(self, module: FullyShardedDataParallel) -> None:
+        self._root = module
+        self.modules = [one for one in module.modules() if isinstance(one, FullyShardedDataParallel)]
+        handles: list[FlatParamHandle | None] = [one._handle for one in self.modules]
+        self._handles = [handle for handle in handles if handle is not None]
+        self._hybrid = module.sharding_strategy in _HYBRID
+        if any(handle.uses_sharded_strategy for handle in self._handles):
+            self.shard_group = module.process_group
+        self._mesh_group: dist.ProcessGroup | None = None
+        super().__init__(
+            module.process_group,
+            [p for handle in self._handles for p in (handle.flat_param._params or [handle.flat_param])],
+        )
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        # Made when it is asked for: `no_sync` needs none, and need not be collective.
+        if self._mesh_group is None:
+            self._mesh_group = _whole_group(self._root) if self._hybrid else self._group
+        return self._mesh_group
+
+    @property
+    def leaves(self) -> Sequence[torch.Tensor]:
+        return [handle.flat_param for handle in self._handles]
+
+    def rest(self) -> None:
+        for module in self.modules:
+            handle = module._handle
+            if handle and handle.uses_sharded_strategy and handle._training_state is HandleTrainingState.IDLE:
+                _runtime_utils._reshard(module, handle, True)
+
+    # -- micro-batch ----------------------------------------------------------------------------------------------
+
+    def hold(self) -> list[bool]:
+        return self._switch([False] * len(self.modules))
+
+    def restore(self, found: list[bool]) -> None:
+        self._switch(found)
+
+    # -- boundary -------------------------------------------------------------------------------------------------
+
+    def arm(self, loss: torch.Tensor | None) -> None:  # noqa: ARG002 - whatever reaches a flat parameter reduces it
+        self._switch([True] * len(self.modules))
+
+    def abort(self, table: Table = ()) -> Table | None:  # noqa: ARG002
+        # The other ranks wait in a gather of this rank's parameters, and cannot be helped from here.
+        return None
+
+    def reduce(self, table: Table = ()) -> Table | None:  # noqa: ARG002
+        raise GradSyncError(
+            "FullyShardedDataParallel can synchronise in a backward only, but a window was to be closed without one. "
+            "Iterate with .over(...), which makes the last micro-batch the boundary; or put the model on fully_shard, "
+            "whose gradients can be synchronised at any time."
+        )
+
+    def discard(self) -> None:
+        for handle in self._handles:
+            flat = handle.flat_param
+            flat.grad = None
+            for parameter in flat._params or ():
+                parameter.grad = None
+            if hasattr(flat, "_saved_grad_shard"):
+                del flat._saved_grad_shard
+        if self._root._is_root and self._is_under_way():
+            self._end_backward()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _switch(self, flags: Sequence[bool]) -> list[bool]:
+        # Written through __dict__: nn.Module.__setattr__ costs 1.7 us.
+        found: list[bool] = []
+        for module, flag in zip(self.modules, flags, strict=True):
+            state: dict[str, Any] = module.__dict__
+            found.append(state["_sync_gradients"])
+            state["_sync_gradients"] = flag
+        return found
+
+    def _is_under_way(self) -> bool:
+        """Whether an exception has left FSDP in the middle of a forward or backward."""
+        return self._root._post_backward_callback_queued or any(
+            state.training_state is not TrainingState.IDLE for state in self._root._all_fsdp_states
+        )
+
+    def _end_backward(self) -> None:
+        """What ends each backward: everything is put away, and nothing reduced."""
+        found = self.hold()
+        try:
+            _runtime_utils._post_backward_final_callback(self._root, self._root)
+        finally:
+            self.restore(found)
+        for handle in self._handles:
+            handle.flat_param._post_backward_called = False
+            handle.flat_param.grad = None
+
+
+def _whole_group(module: FullyShardedDataParallel) -> dist.ProcessGroup:
+    """The group of both of a hybrid's dimensions."""
+    ranks = range(dist.get_world_size())
+    if module.process_group.size() * module._inter_node_pg.size() == len(ranks):
+        assert dist.group.WORLD is not None, "initialised"
+        return dist.group.WORLD
+    raise GradSyncError(
+        "gradsync knows a hybrid-sharded FullyShardedDataParallel only where it spans all ranks, but this one spans "
+        f"{module.process_group.size()} x {module._inter_node_pg.size()} of {len(ranks)}. Use fully_shard on a 2-D mesh."
+    )

@@ -1,0 +1,238 @@
+"""FSDP2: `fully_shard` on one mesh dimension or two (HSDP), and the `replicate` that is made of the same parts.
+
+Whether a backward reduces is a switch of each parameter group, read as the backward ends there. `FSDPModule`'s own
+setters walk all modules (110 us for 241 of them); here the groups are kept, and the switch is an attribute of theirs.
+
+All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/test_engines_torch.py`
+fails when it changes):
+
+- `FSDPModule._get_fsdp_state()`; of a state `_modules`, `_fsdp_param_groups`, `_state_ctx`, `_comm_ctx`, `_is_root`,
+  `_lazy_init`, `_training_state`, `_reset_iter_state`, and `_root_post_backward_final_callback`, which reduces all that
+  is accumulated; torch's own pipelining calls it for that, too.
+- Of a group `reduce_grads`, `all_reduce_grads`, `reshard_after_backward`, `reduce_scatter_unused_params`,
+  `gradient_divide_factor`, `_partial_reduce_output`, `fsdp_params`, `mesh_info`, `is_sharded`, `_to_sharded`.
+- Of a parameter `sharded_param`, `unsharded_accumulated_grad`, `_unsharded_param` and what makes it. Held gradients lie
+  there, unsharded, where neither `zero_grad()` nor `reset_iter_state()` reaches them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
+
+from gradsync._errors import GradSyncError
+from gradsync.engines._protocol import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    from gradsync.engines._protocol import Table
+
+_Undo = list[tuple["FSDPParamGroup", dict[str, Any]]]
+
+
+class FSDP2Engine(Engine):
+    """One root of `fully_shard` or of FSDP's `replicate`, and all such modules below it."""
+
+    forward_communicates = True
+    holds_inside = True
+
+    def __init__(self, module: FSDPModule) -> None:
+        assert isinstance(module, torch.nn.Module), "fully_shard made it of one"
+        wrapped = [one for one in module.modules() if isinstance(one, FSDPModule)]
+        self._states = list(dict.fromkeys(one._get_fsdp_state() for one in wrapped))
+        self.modules = [one for state in self._states for one in state._modules]
+        self._groups = [group for state in self._states for group in state._fsdp_param_groups]
+        self._params = [param for group in self._groups for param in group.fsdp_params]
+        self._undo: list[_Undo] = []
+        self._mesh_group: dist.ProcessGroup | None = None
+        self._complete = False
+        super().__init__(_one_dimension(self._groups), [param.sharded_param for param in self._params])
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        # Made when it is asked for: `no_sync` needs none, and need not be collective.
+        if self._mesh_group is None:
+            self._mesh_group = _whole_group(self._groups) or self._group
+        return self._mesh_group
+
+    @property
+    def leaves(self) -> Sequence[torch.Tensor]:
+        self._make_unsharded(self._params)
+        return [param._unsharded_param for param in self._params]
+
+    def rest(self) -> None:
+        self._recover()
+        for group in self._groups:
+            if not group.is_sharded and group._training_state is TrainingState.IDLE:
+                group._to_sharded()
+
+    def open(self, source: int) -> None:  # noqa: ARG002 - FSDP leaves buffers to their rank
+        if self._complete:
+            return
+        self._complete = True
+        if any(group.gradient_divide_factor is not None for group in self._groups):
+            raise GradSyncError(
+                "gradsync needs the engine to average gradients over the ranks, but this model's "
+                "set_gradient_divide_factor was called, which makes that something else. Leave it out: a LossSum gives "
+                "a mean over tokens."
+            )
+        # torch 2.13 fails as a held backward ends, if reduce_dtype is set and a module has never run until then.
+        self._make_unsharded(p for g in self._groups if g.mp_policy.reduce_dtype is not None for p in g.fsdp_params)
+
+    # -- micro-batch ----------------------------------------------------------------------------------------------
+
+    def hold(self) -> tuple[list[bool], int]:
+        groups = self._groups
+        found = [group.reduce_grads for group in groups]
+        for group in groups:
+            group.reduce_grads = False
+        return found, len(self._undo)
+
+    def hold_shards(self) -> tuple[list[bool], int]:
+        found = self.hold()
+        # What is reduced in part keeps the layout of its first micro-batch, so that all must have the same parameters.
+        self._switch(
+            (group for group in self._groups if isinstance(group.mesh_info, FSDPMeshInfo)),
+            reduce_grads=True, all_reduce_grads=False, reduce_scatter_unused_params=True,
+        )  # fmt: skip
+        return found
+
+    def restore(self, found: tuple[list[bool], int]) -> None:
+        flags, depth = found
+        while len(self._undo) > depth:
+            _put_back(self._undo.pop())
+        for group, flag in zip(self._groups, flags, strict=True):
+            group.reduce_grads = flag
+
+    # -- boundary -------------------------------------------------------------------------------------------------
+
+    def arm(self, loss: torch.Tensor | None) -> None:  # noqa: ARG002 - whatever reaches a group reduces it
+        # A user who switched reshard_after_backward off keeps the parameters gathered between the micro-batches of a
+        # window. Beyond the boundary they would be those from before the update.
+        self._switch(self._groups, reduce_grads=True, all_reduce_grads=True, reshard_after_backward=True)
+
+    def settle(self, table: Table = ()) -> Table | None:  # noqa: ARG002 - carries none
+        if self._holds():  # modules that only earlier micro-batches used, below another root than this backward's
+            self._finish()
+        return None
+
+    def abort(self, table: Table = ()) -> Table | None:  # noqa: ARG002
+        # The other ranks wait in a gather of this rank's parameters, and cannot be helped from here.
+        return None
+
+    def reduce(self, table: Table = ()) -> Table | None:  # noqa: ARG002
+        depth = len(self._undo)
+        self.arm(None)
+        partly = [group for group in self._groups if group._partial_reduce_output is not None]
+        self._switch(partly, reduce_scatter_unused_params=True)  # without a gradient it would not all-reduce the rest
+        self._make_unsharded(self._params)
+        try:
+            self._finish()
+        finally:
+            while len(self._undo) > depth:
+                _put_back(self._undo.pop())
+        return None
+
+    def discard(self) -> None:
+        for param in self._params:
+            param.unsharded_accumulated_grad = None
+            param.sharded_param.grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+        for group in self._groups:
+            group._partial_reduce_output = None
+        self._recover()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """If an exception has left FSDP in the middle of a forward or backward, bring it out of there."""
+        context = self._states[0]._state_ctx
+        if (
+            context.iter_forward_root is None
+            and not context.post_backward_final_callback_queued
+            and all(state._training_state is TrainingState.IDLE for state in self._states)
+        ):
+            return
+        kept = [(g, g._partial_reduce_output) for state in context.all_states for g in state._fsdp_param_groups]
+        next((state for state in context.all_states if state._is_root), self._states[0])._reset_iter_state()
+        for group, partial in kept:
+            group._partial_reduce_output = partial
+
+    def _holds(self) -> bool:
+        return any(group._partial_reduce_output is not None for group in self._groups) or any(
+            param.unsharded_accumulated_grad is not None
+            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
+            for param in self._params
+        )
+
+    def _finish(self) -> None:
+        """What ends each backward: the groups that hold something reduce it, and all is put away."""
+        state = self._states[0]
+        state._lazy_init()
+        mine = set(self._groups)
+        others = [g for one in state._state_ctx.all_states for g in one._fsdp_param_groups if g not in mine]
+        self._switch(others, reduce_grads=False)
+        try:
+            state._root_post_backward_final_callback()
+        finally:
+            _put_back(self._undo.pop())
+
+    def _make_unsharded(self, params: Iterable[FSDPParam]) -> None:
+        """What a first gather would make, without its data."""
+        for param in params:
+            if hasattr(param, "_unsharded_param") or hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+                continue
+            dtype = param.mp_policy.param_dtype
+            if dtype is None or not param.sharded_param.is_floating_point():
+                dtype = param.sharded_param.dtype
+            info = param.mesh_info
+            num_shards = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
+            numel = param._sharded_param_data.numel()
+            param.init_all_gather_outputs([numel], [dtype], num_shards, param.device)
+            param.init_unsharded_param()
+            param.free_unsharded_param()
+
+    def _switch(self, groups: Iterable[FSDPParamGroup], **flags: bool) -> None:
+        undo: _Undo = []
+        for group in groups:
+            undo.append((group, {name: getattr(group, name) for name in flags}))
+            group.__dict__.update(flags)
+        self._undo.append(undo)
+
+
+def _put_back(undo: _Undo) -> None:
+    for group, flags in undo:
+        group.__dict__.update(flags)
+
+
+def _one_dimension(groups: Sequence[FSDPParamGroup]) -> dist.ProcessGroup:
+    """The ranks along one of the mesh's dimensions."""
+    if not groups:  # a module without parameters
+        assert dist.group.WORLD is not None, "fully_shard needs it"
+        return dist.group.WORLD
+    info = groups[0].mesh_info
+    if isinstance(info, FSDPMeshInfo):
+        return info.shard_process_group
+    assert isinstance(info, DDPMeshInfo), "sharded or replicated"
+    return info.replicate_process_group
+
+
+def _whole_group(groups: Sequence[FSDPParamGroup]) -> dist.ProcessGroup | None:
+    """The group of both of HSDP's dimensions; None where there is one only."""
+    info = groups[0].mesh_info if groups else None
+    if not (isinstance(info, FSDPMeshInfo) and isinstance(info, DDPMeshInfo)):
+        return None
+    ranks = sorted(info.mesh.mesh.flatten().tolist())
+    if ranks == list(range(dist.get_world_size())):
+        return dist.group.WORLD
+    return dist.new_group(ranks, use_local_synchronization=True)

@@ -1,0 +1,283 @@
+"""The rows of test_engines_table.py: one scenario each, run on every rank, against float64 on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradsync
+from gradsync import LossSum
+from tests.engine_homes import HOMES, Home, net
+
+LR, DECAY = 0.1, 0.01
+
+
+def data(rank: int, index: int, rows: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + index)
+    return torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+
+
+def mean_loss(output):
+    return output.square().mean() + 0.1 * output.sum()
+
+
+def reference(home: Home, windows, weigh=None, clip=None) -> list[dict[str, torch.Tensor]]:
+    """The parameters after each update, where each window is one big batch."""
+    model = net(unused=any("unused" in name for name in home.full()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, weight_decay=DECAY)
+    states = []
+    for window in windows:
+        items = [(rank, index) for rank in range(home.size) for index in window]
+        loss = weigh(model, items) if weigh else sum(mean_loss(model(data(*item))) for item in items) / len(items)
+        loss.backward()
+        if clip:
+            states.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return states
+
+
+def same(came: list, expected: list, tolerance: float = 1e-10) -> None:
+    assert len(came) == len(expected), f"{len(came)} updates instead of {len(expected)}"
+    for number, (a, b) in enumerate(zip(came, expected)):
+        if not isinstance(b, dict):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+            continue
+        assert a.keys() == b.keys(), (sorted(a), sorted(b))
+        for name, value in b.items():
+            torch.testing.assert_close(
+                a[name], value, rtol=tolerance, atol=tolerance, msg=lambda m: f"update {number}, {name}: {m}"
+            )
+
+
+class Run:
+    """A model on its engine under a decorated step, and what its parameters were after each update."""
+
+    def __init__(self, home: Home, steps: int = 3, loss=None, scaler=None, **options) -> None:
+        self.home, self.states = home, []
+        self.optimizer = torch.optim.SGD(
+            home.model.parameters(), lr=LR, weight_decay=DECAY, foreach=home.foreach
+        )
+        self.poisoned = self.explode = None
+
+        @gradsync.accumulating(steps, scaler=scaler, **{**home.options, **options})
+        def step(model, optimizer, index):
+            output = model(data(home.rank, index), poison=index == self.poisoned and home.rank == 0)
+            if index == self.explode:
+                raise KeyError("in the body")
+            return loss(output, index) if loss else mean_loss(output)
+
+        self.step = step
+
+    def __call__(self, index: int) -> None:
+        before = self.step.progress.updates
+        self.step(self.home.model, self.optimizer, index)
+        self.note(before)
+
+    def note(self, before: int) -> None:
+        if self.step.progress.updates > before:
+            self.states.append(self.home.full())
+
+    def over(self, length: int) -> None:
+        before = 0
+        for index in self.step.over(range(length)):
+            before = self.step.progress.updates
+            self.step(self.home.model, self.optimizer, index)
+            self.note(before)
+        if self.step.progress.updates > len(self.states):
+            self.states.append(self.home.full())
+
+
+# -- scenarios -----------------------------------------------------------------------------------------------------
+
+
+def full_windows(home: Home) -> None:
+    run = Run(home)
+    for index in range(6):
+        run(index)
+    same(run.states, reference(home, [range(3), range(3, 6)]))
+
+
+def tail_over(home: Home) -> None:
+    run = Run(home)
+    run.over(5)
+    same(run.states, reference(home, [range(3), range(3, 5)]))
+
+
+def tail_flush(home: Home) -> None:
+    run = Run(home)
+    for index in range(5):
+        run(index)
+    run.step.flush()
+    run.note(1)
+    same(run.states, reference(home, [range(3), range(3, 5)]))
+
+
+def tail_drop(home: Home) -> None:
+    run = Run(home, tail="drop")
+    run.over(5)
+    run.over(3)
+    same(run.states, reference(home, [range(3), range(3)]))
+
+
+def tail_carry(home: Home) -> None:
+    run = Run(home, tail="carry")
+    run.over(4)
+    run.over(2)
+    same(run.states, reference(home, [range(3), [3, 0, 1]]))
+
+
+def loss_sum(home: Home) -> None:
+    counts = lambda rank, index: 1 + (5 * rank + 3 * index) % 4  # noqa: E731
+    run = Run(home, loss=lambda y, index: LossSum(y.square().sum() * counts(home.rank, index), counts(home.rank, index)))
+    run.over(5)
+
+    def weigh(model, items):
+        return sum(model(data(*i)).square().sum() * counts(*i) for i in items) / sum(counts(*i) for i in items)
+
+    same(run.states, reference(home, [range(3), range(3, 5)], weigh))
+
+
+def clipping(home: Home) -> None:
+    run = Run(home, clip_norm=0.05)
+    for index in range(6):
+        run(index)
+        if index % 3 == 2:
+            run.states.insert(-1, run.step.progress.grad_norm)
+    same(run.states, reference(home, [range(3), range(3, 6)], clip=0.05))
+
+
+def amp_with_an_inf_on_one_rank(home: Home) -> None:
+    scaler = (home.scaler or torch.amp.GradScaler)("cpu", init_scale=4.0)
+    run = Run(home, scaler=scaler)
+    run.poisoned = 1
+    for index in range(6):
+        run(index)
+    assert (run.step.progress.updates, run.step.progress.skipped) == (1, 1)
+    assert scaler.get_scale() == 2.0
+    same(run.states, reference(home, [range(3, 6)]))
+
+
+def nonfinite_on_one_rank(home: Home) -> None:
+    run = Run(home, nonfinite="skip")
+    run.poisoned = 1
+    for index in range(6):
+        run(index)
+    assert (run.step.progress.updates, run.step.progress.skipped) == (1, 1)
+    same(run.states, reference(home, [range(3, 6)]))
+
+
+def reset(home: Home) -> None:
+    run = Run(home)
+    for index in (0, 1):
+        run(index)
+    run.step.reset()
+    for index in (3, 4, 5):
+        run(index)
+    same(run.states, reference(home, [range(3, 6)]))
+
+
+def exception_in_the_body(home: Home) -> None:
+    run = Run(home)
+    run.explode = 2
+    for index in range(3):
+        try:
+            run(index)
+        except KeyError:
+            assert index == 2
+    for index in (3, 4, 5):
+        run(index)
+    same(run.states, reference(home, [range(3, 6)]))
+
+
+def exception_in_the_boundary_backward(home: Home) -> None:
+    run = Run(home, loss=lambda y, index: mean_loss(y) + (Failing.apply(y) if index == 2 else 0.0))
+    for index in range(3):
+        try:
+            run(index)
+        except ArithmeticError:
+            assert index == 2
+    for index in (3, 4, 5):
+        run(index)
+    same(run.states, reference(home, [range(3, 6)]))
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("in backward")
+
+
+def iterator(home: Home) -> None:
+    _iterate(home, lambda micro, loss: micro.backward(loss), scaled=False)
+
+
+def iterator_plain_backward(home: Home) -> None:
+    _iterate(home, lambda micro, loss: loss.backward(), scaled=True)
+
+
+def _iterate(home: Home, backward, scaled: bool) -> None:
+    optimizer = torch.optim.SGD(home.model.parameters(), lr=LR, weight_decay=DECAY, foreach=home.foreach)
+    states = []
+    for micro, index in gradsync.sync_every(home.model, 3, range(6)):
+        loss = mean_loss(home.model(data(home.rank, index)))
+        backward(micro, loss / 3 if scaled else loss)
+        if micro.last:
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append(home.full())
+    same(states, reference(home, [range(3), range(3, 6)]))
+
+
+def no_sync_then_sync_gradients(home: Home) -> None:
+    optimizer = torch.optim.SGD(home.model.parameters(), lr=LR, weight_decay=DECAY, foreach=home.foreach)
+    held = gradsync.no_sync(home.model)
+    states = []
+    for start in (0, 3):
+        for index in range(start, start + 3):
+            with held:
+                (mean_loss(home.model(data(home.rank, index))) / 3).backward()
+        gradsync.sync_gradients(home.model)
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append(home.full())
+    same(states, reference(home, [range(3), range(3, 6)]))
+
+
+def no_sync_then_backward(home: Home) -> None:
+    """The engine's own synchronisation, after `no_sync` has been left."""
+    optimizer = torch.optim.SGD(home.model.parameters(), lr=LR, weight_decay=DECAY, foreach=home.foreach)
+    states = []
+    for start in (0, 3):
+        for index in range(start, start + 3):
+            with gradsync.no_sync(home.model, enabled=index % 3 < 2), gradsync.no_sync(home.model, enabled=index % 3 < 1):
+                (mean_loss(home.model(data(home.rank, index))) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append(home.full())
+    same(states, reference(home, [range(3), range(3, 6)]))
+
+
+SCENARIOS = {
+    one.__name__: one
+    for one in (
+        full_windows, tail_over, tail_flush, tail_drop, tail_carry, loss_sum, clipping, amp_with_an_inf_on_one_rank,
+        nonfinite_on_one_rank, reset, exception_in_the_body, exception_in_the_boundary_backward, iterator,
+        iterator_plain_backward, no_sync_then_sync_gradients, no_sync_then_backward,
+    )
+}  # fmt: skip
+
+
+def cell(engine: str, scenario: str, error: str | None) -> None:
+    """One cell of the table."""
+    home = HOMES[engine][1]()
+    if error is None:
+        SCENARIOS[scenario](home)
+    else:
+        with pytest.raises((gradsync.GradSyncError, RuntimeError), match=error):
+            SCENARIOS[scenario](home)

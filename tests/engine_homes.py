@@ -1,0 +1,240 @@
+"""One small model on every engine: what the table of test_engines_table.py has as columns."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+class Poison(torch.autograd.Function):
+    """Zero, with a gradient of inf."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.full_like(grad, float("inf"))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+        self.down = nn.Linear(6, 4)
+
+    def forward(self, x, poison=False):
+        x = x + self.down(torch.tanh(self.up(x)))
+        if poison:  # one element of one parameter: on a sharded engine, one rank's
+            weight = self.up.weight.to_local() if hasattr(self.up.weight, "to_local") else self.up.weight
+            x = x + Poison.apply(weight[0, 0])
+        return x
+
+
+class Net(nn.Module):
+    """Two blocks, a parameter of the root's own, and one that nothing uses."""
+
+    def __init__(self, unused: bool = True) -> None:
+        super().__init__()
+        self.first = Block()
+        self.second = Block()
+        self.scale = nn.Parameter(torch.ones(4))
+        if unused:
+            self.second.register_parameter("unused", nn.Parameter(torch.ones(4)))
+
+    def forward(self, x, poison=False, only_first=False):
+        x = self.first(x, poison)
+        if not only_first:
+            x = self.second(x)
+        return x * self.scale
+
+    def score(self, x):
+        """A method beside forward."""
+        return self(x)
+
+
+def net(dtype=torch.float64, unused: bool = True) -> Net:
+    torch.manual_seed(7)
+    return Net(unused).to(dtype)
+
+
+@dataclass
+class Home:
+    """A model on its engine, and where this rank stands among those that see different data."""
+
+    model: nn.Module
+    rank: int = 0
+    size: int = 1
+    options: dict = field(default_factory=dict)
+    scaler: type | None = None
+    inside: nn.Module | None = None
+    foreach: bool | None = None
+
+    @property
+    def net(self) -> nn.Module:
+        return self.inside or getattr(self.model, "module", self.model)
+
+    def full(self) -> dict[str, torch.Tensor]:
+        """All parameters, whole, by their names in a bare Net."""
+        with gathered(self.model):
+            return {
+                clean(name): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+                for name, p in self.net.named_parameters()
+                if "_flat_param" not in name
+            }
+
+
+def clean(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "").removeprefix("module.")
+
+
+@contextmanager
+def gathered(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    if any(isinstance(module, FSDP) for module in model.modules()):
+        with FSDP.summon_full_params(model, writeback=False):
+            yield
+    else:
+        yield
+
+
+# Meshes and groups are made once a process: a pool of ranks runs many cases.
+_MESHES: dict[tuple, object] = {}
+
+
+def mesh(shape, names):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if (shape, names) not in _MESHES:
+        _MESHES[shape, names] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return _MESHES[shape, names]
+
+
+def _plain(model=None, **options) -> Home:
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return Home(model if model is not None else net(), rank, size, options)
+
+
+def _ddp(unused=False, **kwargs):
+    return lambda: _plain(DDP(net(unused=unused), **kwargs))
+
+
+def _replicate() -> Home:
+    from torch.distributed._composable.replicate import replicate
+
+    return _plain(replicate(net(unused=False)))
+
+
+def _replicate_fsdp() -> Home:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    model = net()
+    world = mesh((dist.get_world_size(),), ("data",))
+    for block in (model.first, model.second):
+        replicate(block, mesh=world)
+    return _plain(replicate(model, mesh=world))
+
+
+def _fsdp2(root=True, shape=None, reshard_backward=True, options=None, **kwargs):
+    def make() -> Home:
+        from torch.distributed.fsdp import fully_shard
+
+        model = net()
+        names = ("replicas", "shards") if shape else ("data",)
+        where = mesh(shape or (dist.get_world_size(),), names)
+        blocks = (model.first, model.second)
+        for block in blocks:
+            fully_shard(block, mesh=where, **kwargs)
+        if root:
+            fully_shard(model, mesh=where, **kwargs)
+        for block in () if reshard_backward else (*blocks, model):
+            block.set_reshard_after_backward(False, recurse=False)
+        home = _plain(model, **(options or {}))
+        home.foreach = None if root else False  # plain parameters beside DTensors: torch's foreach kernels refuse
+        return home
+
+    return make
+
+
+def _fsdp2_tp() -> Home:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    both = mesh((2, 2), ("data", "tensor"))
+    model = net()
+    for block in (model.first, model.second):
+        parallelize_module(block, both["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=both["data"])
+    fully_shard(model, mesh=both["data"])
+    home = Home(model, both["data"].get_local_rank(), 2)
+    home.foreach = False  # two meshes in one optimizer
+    return home
+
+
+def _ddp_around_fsdp2() -> Home:
+    """The first block sharded, and DDP for the rest."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = net(unused=False)
+    fully_shard(model.first, mesh=mesh((dist.get_world_size(),), ("data",)))
+    model._ddp_params_and_buffers_to_ignore = [f"first.{name}" for name, _ in model.first.named_parameters()]
+    home = _plain(DDP(model))
+    home.foreach = False
+    return home
+
+
+def _fsdp1(strategy: str, use_orig_params: bool):
+    def make() -> Home:
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+        from torch.distributed.fsdp import ShardingStrategy
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        model = net(unused=use_orig_params)
+        options = {
+            "sharding_strategy": ShardingStrategy[strategy],
+            "use_orig_params": use_orig_params,
+            "device_id": torch.device("cpu"),
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.first = FSDP(model.first, **options)
+            model.second = FSDP(model.second, **options)
+            home = _plain(FSDP(model, **options))
+        home.scaler = ShardedGradScaler
+        return home
+
+    return make
+
+
+# name: (ranks, how the model gets there)
+HOMES = {
+    "none": (1, _plain),
+    "bare": (2, _plain),
+    "ddp": (2, _ddp()),
+    "ddp_find_unused": (2, _ddp(unused=True, find_unused_parameters=True)),
+    "replicate": (2, _replicate),
+    "replicate_fsdp": (2, _replicate_fsdp),
+    "fsdp1_full": (2, _fsdp1("FULL_SHARD", False)),
+    "fsdp1_full_orig": (2, _fsdp1("FULL_SHARD", True)),
+    "fsdp1_grad_op": (2, _fsdp1("SHARD_GRAD_OP", False)),
+    "fsdp1_grad_op_orig": (2, _fsdp1("SHARD_GRAD_OP", True)),
+    "fsdp1_no_shard": (2, _fsdp1("NO_SHARD", False)),
+    "fsdp1_no_shard_orig": (2, _fsdp1("NO_SHARD", True)),
+    "fsdp2": (2, _fsdp2()),
+    "fsdp2_each": (2, _fsdp2(options={"sync": "each"})),
+    "fsdp2_gathered": (2, _fsdp2(reshard_after_forward=False, reshard_backward=False)),
+    "fsdp2_no_root": (2, _fsdp2(root=False)),
+    "ddp_fsdp2": (2, _ddp_around_fsdp2),
+    "hsdp_window": (4, _fsdp2(shape=(2, 2))),
+    "hsdp_shard": (4, _fsdp2(shape=(2, 2), options={"sync": "shard"})),
+    "hsdp_each": (4, _fsdp2(shape=(2, 2), options={"sync": "each"})),
+    "fsdp2_tp": (4, _fsdp2_tp),
+}
