@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing_extensions import ParamSpec
 from gradsync._cast import Casting, Naming
 from gradsync._settings import Settings, Sync, Tail
 from gradsync._typing import Accumulated
-from gradsync._windows import Windows
+from gradsync._windows import Windows, over
 from gradsync.functional._stream import length
 
 if TYPE_CHECKING:
@@ -43,9 +44,9 @@ def accumulating(
 ) -> Callable[[Callable[P, R]], Accumulated[P, R]]:
     """Make a step function accumulate: each call is a micro-batch, each `steps` calls an update.
 
-    The function returns the unscaled loss; backward, synchronisation, step and zero_grad are done for it, on the models,
-    optimizers, schedulers and the GradScaler among its arguments, or on those that the keywords name: an object, a tuple
-    of them, or a function of the call's arguments.
+    The function returns the unscaled loss; backward, synchronisation, step and zero_grad are done for it, on the
+    models, optimizers, schedulers and the GradScaler among its arguments, or on those that the keywords name: an
+    object, a tuple of them, or a function of the call's arguments.
 
     - `steps`: micro-batches in a window; an int, or a function of the window's number.
     - `clip_norm`: the largest norm of all gradients together.
@@ -86,12 +87,13 @@ def accumulating(
 class Over(Generic[T]):
     """An iterable whose loop knows its last item."""
 
-    def __init__(self, iterable: Iterable[T], start: Callable[[Iterable[T]], Iterator[T]]) -> None:
-        self._iterable = iterable
-        self._start = start
+    def __init__(self, iterable: Iterable[T], windows: Windows, instance: object) -> None:
+        # One look-ahead for the `.over`s of several functions: the outer one's would end the inner one too soon.
+        self._iterable: Iterable[T] = iterable._iterable if isinstance(iterable, Over) else iterable
+        self._decorated = [*(iterable._decorated if isinstance(iterable, Over) else ()), (windows, instance)]
 
     def __iter__(self) -> Iterator[T]:
-        return self._start(self._iterable)
+        return over(self._iterable, self._decorated)
 
 
 class SizedOver(Over[T]):
@@ -117,9 +119,8 @@ class _Controls:
         return None if self._instance is None else id(self._instance)
 
     def over(self, iterable: Iterable[T]) -> Over[T]:
-        windows, instance = self._windows, self._instance
         kind = Over if length(iterable) is None else SizedOver
-        return kind(iterable, lambda items: windows.over(items, instance))
+        return kind(iterable, self._windows, self._instance)
 
     def flush(self) -> None:
         self._windows.flush(self._key)
@@ -138,7 +139,7 @@ class _Controls:
         self._windows.load_state_dict(state, self._key)
 
 
-class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper):  # type: ignore[misc]
+class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
     @property
     def _windows(self) -> Windows:
         return self._self_parent._self_windows  # type: ignore[no-any-return]
@@ -158,12 +159,10 @@ class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper):  # type: ignore
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        import copy
-
         return getattr(copy.deepcopy(self._self_instance, memo), self.__name__)
 
 
-class _Accumulating(_Controls, wrapt.FunctionWrapper):  # type: ignore[misc]
+class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
     __bound_function_wrapper__ = _BoundAccumulating
 
     def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
@@ -198,8 +197,8 @@ def _check_function(function: object) -> None:
     inner = inspect.unwrap(getattr(function, "__func__", function))  # type: ignore[arg-type]
     if not callable(inner) or isinstance(function, type):
         raise TypeError(
-            f"accumulating decorates a step function, but got {function!r} of type {type(function).__name__}. Write "
-            "@accumulating(steps=4) on the line above a def."
+            f"accumulating decorates a step function, but got {function!r} of type {type(function).__name__}. "
+            "Write @accumulating(steps=4) on the line above a def."
         )
     for matches, what in (
         (inspect.isasyncgenfunction, "an async generator function"),
@@ -208,8 +207,8 @@ def _check_function(function: object) -> None:
     ):
         if matches(inner):
             raise TypeError(
-                f"accumulating decorates a function that returns its loss, but {inner.__qualname__} is {what}. Decorate "
-                "the plain function that computes the loss of one micro-batch."
+                f"accumulating decorates a function that returns its loss, but {inner.__qualname__} is {what}. "
+                "Decorate the plain function that computes the loss of one micro-batch."
             )
 
 

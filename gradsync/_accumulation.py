@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
     from gradsync._feed import Feed
     from gradsync._settings import Settings
@@ -50,8 +52,7 @@ class Accumulation:
         self._agreed = False
         self._may_have_more: list[bool] = []  # by rank, in the `.over` that runs
         self._met: Feed | None = None  # the `.over` whose ranks have met,
-        self._fed: Feed | None = None  # that it was called in,
-        self._done: Feed | None = None  # that has ended on every rank
+        self._fed: Feed | None = None  # that it was called in
         self._last_source = 0  # the lowest rank with a micro-batch in the last window
         self._uneven = False
         self._watched: nn.Parameter | None = None  # a parameter whose gradient nobody else should touch,
@@ -64,7 +65,8 @@ class Accumulation:
         self._counts = dict.fromkeys(("micro_steps", "updates", "window", "skipped", "dropped"), 0)
         self._participants: list[weakref.ref[Any]] = []
         self._bind_models(cast)
-        for one in (*cast.optimizers, *cast.schedulers):
+        steppable: list[Optimizer | LRScheduler] = [*cast.optimizers, *cast.schedulers]
+        for one in steppable:
             check_steppable(one)
 
     # -- participants -----------------------------------------------------------------------------------------------
@@ -180,10 +182,6 @@ class Accumulation:
         """Whether it was called in that `.over`."""
         return self._fed is feed
 
-    def is_done_with(self, feed: Feed) -> bool:
-        """Whether its ranks have agreed that no more comes in that `.over`."""
-        return self._done is feed
-
     def finish(self, feed: Feed) -> bool:
         """This rank's data has ended: close what is open, take part in one more window of the other ranks.
 
@@ -193,11 +191,11 @@ class Accumulation:
         if window.num_ranks == 1:
             if self.index and settings.tail != "carry":
                 self._close(window.reduce(), flushing=False)
-            return self._end(feed)
+            return self._end()
         if self._met is not feed:
             self._meet(feed, has_item=False)
         if not any(self._may_have_more):
-            return self._end(feed)
+            return self._end()
         if self.index == 0:
             self._open(self._next_source())
         with window.hold:
@@ -351,20 +349,18 @@ class Accumulation:
     # -- ranks ------------------------------------------------------------------------------------------------------
 
     def _meet(self, feed: Feed, *, has_item: bool) -> None:
-        """The first call, or the end, in an `.over`: which ranks have anything at all?"""
+        """Hear, at the first call or the end in an `.over`, which ranks have anything at all."""
         words = {"number of closed windows": self._counts["window"]}
-        said = meet(
-            self._window.group, f"the data of {self.name}.over", {**words, "more": has_item or self.index > 0}
-        )
+        said = meet(self._window.group, f"the data of {self.name}.over", {**words, "more": has_item or self.index > 0})
         insist([{key: one[key] for key in words} for one in said])
         self._met = feed
         self._may_have_more = [one["more"] for one in said]
         self._uneven = len(set(self._may_have_more)) > 1
 
-    def _end(self, feed: Feed) -> bool:
+    def _end(self) -> bool:
         if self._uneven:
             self._window.share_buffers(self._last_source)
-        self._done, self._uneven = feed, False
+        self._uneven = False
         return False
 
     def _agree(self, loss: torch.Tensor | LossSum | None) -> None:

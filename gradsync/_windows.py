@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradsync._accumulation import Accumulation
@@ -39,7 +40,9 @@ class Windows:
         self._feeds: dict[Key, Feed] = {}
         self._loaded: list[dict[str, Any]] = []  # states that wait for their window's first call
 
-    def call(self, function: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, function: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """One micro-batch."""
         key = None if instance is None else id(instance)
         everything = args if instance is None else (instance, *args)
@@ -50,21 +53,33 @@ class Windows:
             accumulation = self._find(instance, key, participants)
         return accumulation.micro_batch(function, args, kwargs, self._feeds.get(key) if self._feeds else None)
 
-    def over(self, iterable: Iterable[T], instance: object) -> Iterator[T]:
-        """The items of `iterable`, the calls between them knowing which one is the last."""
+    @contextmanager
+    def fed(self, instance: object) -> Iterator[Feed]:
+        """A feed that the calls of the loop inside know of."""
         key = None if instance is None else id(instance)
         feed, outer = Feed(), self._feeds.get(key)
         self._feeds[key] = feed
         try:
-            for item, last in lookahead(iterable):
-                feed.next_item(last=last)
-                yield item
+            yield feed
         finally:
             if outer is None:
                 del self._feeds[key]
             else:
                 self._feeds[key] = outer
-        self._finish(feed, instance, key)
+
+    def to_finish(self, feed: Feed, instance: object) -> list[Accumulation]:
+        """The windows to close as the data of `feed` has ended here, those that it fed first.
+
+        On other ranks it may go on, and they need this one in their synchronisations.
+        """
+        key = None if instance is None else id(instance)
+        casting = self._settings.casting
+        if not self._all(key) and casting.known():
+            self._find(instance, key, casting.participants((), {}))
+        accumulations = self._all(key)
+        if not accumulations:
+            nothing_here(self._name)
+        return sorted(accumulations, key=lambda accumulation: not accumulation.is_fed_by(feed))
 
     def flush(self, key: Key) -> None:
         """Close what is open."""
@@ -154,17 +169,21 @@ class Windows:
         ]
         return sorted(found, key=lambda accumulation: accumulation.order)
 
-    def _finish(self, feed: Feed, instance: object, key: Key) -> None:
-        """The data has ended here; it may go on at other ranks, which need this one in their synchronisations."""
-        if not self._all(key) and self._settings.casting.known():
-            self._find(instance, key, self._settings.casting.participants((), {}))
-        accumulations = self._all(key)
-        if not accumulations:
-            nothing_here(self._name)
-        here = [accumulation for accumulation in accumulations if accumulation.is_fed_by(feed)]
-        while here:  # in turn, as the calls of the other ranks alternate
-            here = [accumulation for accumulation in here if accumulation.finish(feed)]
-        for accumulation in accumulations:
-            if not accumulation.is_done_with(feed):
-                while accumulation.finish(feed):
-                    pass
+
+def over(iterable: Iterable[T], decorated: Sequence[tuple[Windows, object]]) -> Iterator[T]:
+    """The items of `iterable`; the calls of the `decorated` functions in between know which one is the last."""
+    with ExitStack() as stack:
+        feeds = [stack.enter_context(windows.fed(instance)) for windows, instance in decorated]
+        for item, last in lookahead(iterable):
+            for feed in feeds:
+                feed.next_item(last=last)
+            yield item
+    fed, others = [], []
+    for (windows, instance), feed in zip(decorated, feeds, strict=True):
+        for accumulation in windows.to_finish(feed, instance):
+            (fed if accumulation.is_fed_by(feed) else others).append((accumulation, feed))
+    while fed:  # in turn, as the calls of the other ranks alternate
+        fed = [(accumulation, feed) for accumulation, feed in fed if accumulation.finish(feed)]
+    for accumulation, feed in others:
+        while accumulation.finish(feed):
+            pass

@@ -6,8 +6,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.ranks import Ranks
+
+settings.register_profile("gradsync", deadline=None)  # the machine may be busy
+settings.load_profile("gradsync")
 
 _POOLS: dict[int, Ranks] = {}
 

@@ -7,7 +7,7 @@ import torch
 
 import gradsync
 from gradsync import LossSum
-from tests.engine_homes import HOMES, Home, net
+from tests.engine_homes import Home, home_of, net
 
 LR, DECAY = 0.1, 0.01
 
@@ -60,10 +60,12 @@ class Run:
             home.model.parameters(), lr=LR, weight_decay=DECAY, foreach=home.foreach
         )
         self.poisoned = self.explode = None
+        self.only_first_after = 3  # places in a window until which both blocks are used
 
         @gradsync.accumulating(steps, scaler=scaler, **{**home.options, **options})
         def step(model, optimizer, index):
-            output = model(data(home.rank, index), poison=index == self.poisoned and home.rank == 0)
+            poison = index == self.poisoned and home.rank == 0
+            output = model(data(home.rank, index), poison, only_first=index % 3 > self.only_first_after)
             if index == self.explode:
                 raise KeyError("in the body")
             return loss(output, index) if loss else mean_loss(output)
@@ -263,19 +265,39 @@ def no_sync_then_backward(home: Home) -> None:
     same(states, reference(home, [range(3), range(3, 6)]))
 
 
+def a_parameter_that_nobody_used(home: Home) -> None:
+    """Its gradient stays None, so that weight decay does not move it."""
+    run = Run(home)
+    run.over(5)
+    same(run.states, reference(home, [range(3), range(3, 5)]))
+
+
+def a_parameter_used_only_early(home: Home) -> None:
+    """In held micro-batches, and not on the boundary."""
+    run = Run(home)
+    run.only_first_after = 1
+    for index in range(6):
+        run(index)
+
+    def weigh(model, items):
+        return sum(mean_loss(model(data(*i), only_first=i[1] % 3 > 1)) for i in items) / len(items)
+
+    same(run.states, reference(home, [range(3), range(3, 6)], weigh))
+
+
 SCENARIOS = {
     one.__name__: one
     for one in (
         full_windows, tail_over, tail_flush, tail_drop, tail_carry, loss_sum, clipping, amp_with_an_inf_on_one_rank,
         nonfinite_on_one_rank, reset, exception_in_the_body, exception_in_the_boundary_backward, iterator,
-        iterator_plain_backward, no_sync_then_sync_gradients, no_sync_then_backward,
+        a_parameter_that_nobody_used, a_parameter_used_only_early, iterator_plain_backward, no_sync_then_sync_gradients, no_sync_then_backward,
     )
 }  # fmt: skip
 
 
 def cell(engine: str, scenario: str, error: str | None) -> None:
     """One cell of the table."""
-    home = HOMES[engine][1]()
+    home = home_of(engine, unused=scenario == "a_parameter_that_nobody_used")
     if error is None:
         SCENARIOS[scenario](home)
     else:

@@ -41,7 +41,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Two blocks, a parameter of the root's own, and one that nothing uses."""
 
-    def __init__(self, unused: bool = True) -> None:
+    def __init__(self, unused: bool = False) -> None:
         super().__init__()
         self.first = Block()
         self.second = Block()
@@ -60,7 +60,7 @@ class Net(nn.Module):
         return self(x)
 
 
-def net(dtype=torch.float64, unused: bool = True) -> Net:
+def net(dtype=torch.float64, unused: bool = False) -> Net:
     torch.manual_seed(7)
     return Net(unused).to(dtype)
 
@@ -118,25 +118,23 @@ def mesh(shape, names):
     return _MESHES[shape, names]
 
 
-def _plain(model=None, **options) -> Home:
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return Home(model if model is not None else net(), rank, size, options)
+def _plain(model: nn.Module, **options) -> Home:
+    return Home(model, dist.get_rank(), dist.get_world_size(), options)
 
 
-def _ddp(unused=False, **kwargs):
-    return lambda: _plain(DDP(net(unused=unused), **kwargs))
+def _ddp(**kwargs):
+    return lambda model: _plain(DDP(model, **kwargs))
 
 
-def _replicate() -> Home:
+def _replicate(model: nn.Module) -> Home:
     from torch.distributed._composable.replicate import replicate
 
-    return _plain(replicate(net(unused=False)))
+    return _plain(replicate(model))
 
 
-def _replicate_fsdp() -> Home:
+def _replicate_fsdp(model: nn.Module) -> Home:
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
-    model = net()
     world = mesh((dist.get_world_size(),), ("data",))
     for block in (model.first, model.second):
         replicate(block, mesh=world)
@@ -144,10 +142,9 @@ def _replicate_fsdp() -> Home:
 
 
 def _fsdp2(root=True, shape=None, reshard_backward=True, options=None, **kwargs):
-    def make() -> Home:
+    def make(model: nn.Module) -> Home:
         from torch.distributed.fsdp import fully_shard
 
-        model = net()
         names = ("replicas", "shards") if shape else ("data",)
         where = mesh(shape or (dist.get_world_size(),), names)
         blocks = (model.first, model.second)
@@ -164,12 +161,11 @@ def _fsdp2(root=True, shape=None, reshard_backward=True, options=None, **kwargs)
     return make
 
 
-def _fsdp2_tp() -> Home:
+def _fsdp2_tp(model: nn.Module) -> Home:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     both = mesh((2, 2), ("data", "tensor"))
-    model = net()
     for block in (model.first, model.second):
         parallelize_module(block, both["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=both["data"])
@@ -179,11 +175,10 @@ def _fsdp2_tp() -> Home:
     return home
 
 
-def _ddp_around_fsdp2() -> Home:
+def _ddp_around_fsdp2(model: nn.Module) -> Home:
     """The first block sharded, and DDP for the rest."""
     from torch.distributed.fsdp import fully_shard
 
-    model = net(unused=False)
     fully_shard(model.first, mesh=mesh((dist.get_world_size(),), ("data",)))
     model._ddp_params_and_buffers_to_ignore = [f"first.{name}" for name, _ in model.first.named_parameters()]
     home = _plain(DDP(model))
@@ -192,12 +187,11 @@ def _ddp_around_fsdp2() -> Home:
 
 
 def _fsdp1(strategy: str, use_orig_params: bool):
-    def make() -> Home:
+    def make(model: nn.Module) -> Home:
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
         from torch.distributed.fsdp import ShardingStrategy
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-        model = net(unused=use_orig_params)
         options = {
             "sharding_strategy": ShardingStrategy[strategy],
             "use_orig_params": use_orig_params,
@@ -216,10 +210,10 @@ def _fsdp1(strategy: str, use_orig_params: bool):
 
 # name: (ranks, how the model gets there)
 HOMES = {
-    "none": (1, _plain),
+    "none": (1, Home),
     "bare": (2, _plain),
     "ddp": (2, _ddp()),
-    "ddp_find_unused": (2, _ddp(unused=True, find_unused_parameters=True)),
+    "ddp_find_unused": (2, _ddp(find_unused_parameters=True)),
     "replicate": (2, _replicate),
     "replicate_fsdp": (2, _replicate_fsdp),
     "fsdp1_full": (2, _fsdp1("FULL_SHARD", False)),
@@ -238,3 +232,7 @@ HOMES = {
     "hsdp_each": (4, _fsdp2(shape=(2, 2), options={"sync": "each"})),
     "fsdp2_tp": (4, _fsdp2_tp),
 }
+
+
+def home_of(engine: str, **kwargs) -> Home:
+    return HOMES[engine][1](net(**kwargs))

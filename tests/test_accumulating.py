@@ -386,6 +386,24 @@ def test_over_is_sized_if_the_iterable_was_and_leaving_it_early_keeps_the_window
     assert step.progress.updates == 2
 
 
+@pytest.mark.parametrize("length", range(9))
+def test_over_of_several_functions_nests(length):
+    """One look-ahead serves them all: that of the outer one would end the inner one an item too soon."""
+    pairs = []
+    for steps in (4, 3):
+        model = small_model()
+        step = accumulating(steps=steps)(lambda model, optimizer, x: mean_loss(model, x))
+        pairs.append((step, model, Recorder(model.parameters())))
+    (one, *a), (two, *b) = pairs
+    nested = one.over(two.over(range(length)))
+    assert len(nested) == length
+    for i in nested:
+        one(*a, micro_batch(0, i))
+        two(*b, micro_batch(0, i))
+    for (_, _, optimizer), steps in zip(pairs, (4, 3)):
+        assert_equal_updates(optimizer.seen, train(small_model(), window_of(length, steps), mean_of)[0])
+
+
 def test_over_is_one_item_ahead_and_the_last_call_is_the_boundary():
     taken = []
 

@@ -84,11 +84,11 @@ class BehindEngine(DDPEngine):
         row = torch.tensor([*used, *table], dtype=ledger.dtype, device=ledger.device)
         if row.numel() != ledger.numel():
             row = torch.cat([row, row.new_zeros(ledger.numel() - row.numel())])
-        ledger.backward(row)  # type: ignore[no-untyped-call]
+        ledger.backward(row)
         if rest is None:
             rest = self._unready()
         if rest:
-            self._touch(rest).backward()  # type: ignore[no-untyped-call]
+            self._touch(rest).backward()
         self._ddp.reducer._rebuild_buckets()
         total, ledger.grad = ledger.grad, None
         assert total is not None, "the reducer leaves a gradient at every parameter"

@@ -134,7 +134,7 @@ class DDPEngine(Engine):
         searched = self._ddp.find_unused_parameters or self._ddp.static_graph
         never_used = [] if searched else [parameter for parameter in missing if parameter.grad is None]
         if missing:
-            self._touch(missing).backward()  # type: ignore[no-untyped-call]
+            self._touch(missing).backward()
         reducer._rebuild_buckets()
         if never_used:
             raise GradSyncError(_unused_message(self.named_parameters(), never_used))
@@ -147,7 +147,7 @@ class DDPEngine(Engine):
         reducer, nothing = self._ddp.reducer, self._touch(self._reduced)
         reducer.prepare_for_forward()
         reducer.prepare_for_backward(self._outputs(nothing))
-        nothing.backward()  # type: ignore[no-untyped-call]
+        nothing.backward()
         # DDP would do this in its next forward, which another rank may never run.
         reducer._rebuild_buckets()
         return None
@@ -173,7 +173,7 @@ class DDPEngine(Engine):
                 no_rows = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
                 parameter.grad = torch.sparse_coo_tensor(no_rows, parameter.detach()[:0], parameter.shape)
         with torch.enable_grad():
-            return _Touch.apply(*parameters)  # type: ignore[no-any-return, no-untyped-call]
+            return _Touch.apply(*parameters)  # type: ignore[no-untyped-call]
 
     def _unready(self) -> list[nn.Parameter]:
         """The parameters whose hooks the armed backward did not run."""

@@ -4,10 +4,11 @@ Its `no_sync` is read as a backward ends, where DDP's is read in forward, and is
 writes, `_sync_gradients` of each instance, is written here.
 
 Private in torch (read in torch 2.13; `tests/test_engines_torch.py` fails when it changes): of an instance
-`_sync_gradients`, `_all_handles`, `_handle`, `_is_root`, `_all_fsdp_states`, `training_state`, `process_group`,
-`_inter_node_pg`, `_post_backward_callback_queued`; of a handle `flat_param`, `_use_orig_params`,
-`uses_sharded_strategy`, `_training_state`; of a flat parameter `_params`, `_saved_grad_shard`, `_post_backward_called`;
-and `_runtime_utils._post_backward_final_callback` and `_reshard`.
+`_sync_gradients`, `_handle`, `_is_root`, `_all_fsdp_states`, `training_state`, `process_group`, `_inter_node_pg`,
+`_post_backward_callback_queued`, `_post_backward_stream`, `_all_reduce_stream`, `_device_handle`; of a handle
+`flat_param`, `uses_sharded_strategy`, `_reduce_dtype`, `_training_state`, `prepare_gradient_for_optim`; of a flat
+parameter `_params`, `_saved_grad_shard`, `_post_backward_called`; and of `_runtime_utils`
+`_post_backward_final_callback`, `_reduce_grad`, `_reduce_grad_no_shard` and `_reshard`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class FSDP1Engine(Engine):
         if any(handle.uses_sharded_strategy for handle in self._handles):
             self.shard_group = module.process_group
         self._mesh_group: dist.ProcessGroup | None = None
+        self._held: dict[FlatParamHandle, tuple[torch.Tensor, int]] = {}
         super().__init__(
             module.process_group,
             [p for handle in self._handles for p in (handle.flat_param._params or [handle.flat_param])],
@@ -63,6 +65,8 @@ class FSDP1Engine(Engine):
         return [handle.flat_param for handle in self._handles]
 
     def rest(self) -> None:
+        if self._root._is_root is None:
+            return  # no forward has been
         for module in self.modules:
             handle = module._handle
             if handle and handle.uses_sharded_strategy and handle._training_state is HandleTrainingState.IDLE:
@@ -80,17 +84,30 @@ class FSDP1Engine(Engine):
 
     def arm(self, loss: torch.Tensor | None) -> None:  # noqa: ARG002 - whatever reaches a flat parameter reduces it
         self._switch([True] * len(self.modules))
+        self._held = {}
+        for handle in self._handles:
+            if handle.flat_param.grad is not None:
+                self._held[handle] = (handle.flat_param.grad, handle.flat_param.grad._version)
+                # Set by a held backward, it would make FSDP insist on a gradient from the coming one.
+                handle.flat_param._post_backward_called = False
+
+    def settle(self, table: Table = ()) -> Table | None:  # noqa: ARG002 - carries none
+        # What only earlier micro-batches used, that backward has left as it was.
+        for handle, (gradient, version) in reversed(self._held.items()):
+            if handle.flat_param.grad is gradient and gradient._version == version:
+                self._reduce_held(handle)
+        self._held = {}
+        return None
 
     def abort(self, table: Table = ()) -> Table | None:  # noqa: ARG002
         # The other ranks wait in a gather of this rank's parameters, and cannot be helped from here.
         return None
 
     def reduce(self, table: Table = ()) -> Table | None:  # noqa: ARG002
-        raise GradSyncError(
-            "FullyShardedDataParallel can synchronise in a backward only, but a window was to be closed without one. "
-            "Iterate with .over(...), which makes the last micro-batch the boundary; or put the model on fully_shard, "
-            "whose gradients can be synchronised at any time."
-        )
+        for handle in reversed(self._handles):
+            if handle.flat_param.grad is not None:
+                self._reduce_held(handle)
+        return None
 
     def discard(self) -> None:
         for handle in self._handles:
@@ -104,6 +121,27 @@ class FSDP1Engine(Engine):
             self._end_backward()
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _reduce_held(self, handle: FlatParamHandle) -> None:
+        """What the end of a handle's backward does to its gradient."""
+        module, flat = next(one for one in self.modules if one._handle is handle), handle.flat_param
+        device, stream = module._device_handle, module._post_backward_stream
+        states = module.training_state, handle._training_state
+        module.training_state, handle._training_state = TrainingState.FORWARD_BACKWARD, HandleTrainingState.BACKWARD_POST
+        stream.wait_stream(device.current_stream())
+        with torch.no_grad(), device.stream(stream):
+            if flat.grad.dtype != handle._reduce_dtype and not _runtime_utils._low_precision_hook_enabled(module):
+                flat.grad.data = flat.grad.to(handle._reduce_dtype)
+            if handle.uses_sharded_strategy:
+                _runtime_utils._reshard(module, handle, True)  # a held backward of SHARD_GRAD_OP does not
+                _runtime_utils._reduce_grad(module, handle)
+            else:
+                _runtime_utils._reduce_grad_no_shard(module, handle)
+            flat._post_backward_called = True
+            handle.prepare_gradient_for_optim()
+            flat._post_backward_called = False
+        device.current_stream().wait_stream(stream)
+        module.training_state, handle._training_state = states
 
     def _switch(self, flags: Sequence[bool]) -> list[bool]:
         # Written through __dict__: nn.Module.__setattr__ costs 1.7 us.

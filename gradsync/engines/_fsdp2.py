@@ -30,7 +30,6 @@ from gradsync.engines._protocol import Engine
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch import nn
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 

@@ -112,7 +112,7 @@ def _refuse_empty(group: dist.ProcessGroup, missing: Sequence[int], topic: str) 
         raise GradSyncError(_EMPTY.format(name=topic, ranks=", ".join(map(str, empty))))
 
 
-def _wait(store: dist.Store, keys: Sequence[str], group: dist.ProcessGroup, topic: str) -> None:
+def _wait(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: str) -> None:
     limit = time.monotonic() + _timeout(group)
     while True:
         try:

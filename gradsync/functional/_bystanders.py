@@ -35,14 +35,14 @@ class Bystanders:
         found = [engine.hold() for engine in self._engines]
         switched_off = [parameter for parameter in self._parameters if parameter.requires_grad]
         for parameter in switched_off:
-            parameter.requires_grad_(requires_grad=False)
+            parameter.requires_grad_(False)
         return found, switched_off
 
     def restore(self, found: tuple[list[Any], list[nn.Parameter]]) -> None:
         """Switch on exactly what was switched off."""
         flags, switched_off = found
         for parameter in switched_off:
-            parameter.requires_grad_(requires_grad=True)
+            parameter.requires_grad_(True)
         for engine, flag in zip(self._engines, flags, strict=True):
             engine.restore(flag)
             engine.rest()

@@ -12,9 +12,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from typing import TypeAlias
 
     from torch import nn
-    from typing_extensions import TypeAlias
 
     Spread: TypeAlias = Mapping[int, dist.ProcessGroup]
 

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 class LeafHooks:
     """Tensor hooks on some parameters, and their removal."""
 
-    def __init__(self, leaves: Iterable[torch.Tensor], hook: Callable[[torch.Tensor | None], torch.Tensor | None]) -> None:
+    def __init__(
+        self, leaves: Iterable[torch.Tensor], hook: Callable[[torch.Tensor | None], torch.Tensor | None]
+    ) -> None:
         self._handles = [leaf.register_hook(hook) for leaf in leaves if leaf.requires_grad]
 
     def remove(self) -> None:

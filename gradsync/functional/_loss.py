@@ -89,7 +89,7 @@ def detach(returned: T, loss: torch.Tensor | LossSum) -> T:
     elif isinstance(returned, MutableSequence):
         returned[0] = plain
     elif type(returned) is tuple:
-        return (plain, *returned[1:])  # type: ignore[return-value]
+        return (plain, *returned[1:])  # type: ignore[return-value, index]
     else:
         _swap(tensor, tensor.detach())
     return returned

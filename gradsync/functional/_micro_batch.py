@@ -69,14 +69,14 @@ def backward(
     """
     armed, once_more = (engines, False) if early else _whom_to_arm(engines, size, last, bool(table))
     if not armed:
-        loss.backward(seed)  # type: ignore[no-untyped-call]
+        loss.backward(seed)
         return reduce(engines, table) if once_more else table
     riding = table if last and not once_more else ()
     sent = _send(engines, riding)
     for engine in armed:
         engine.arm(loss)
     try:
-        loss.backward(seed)  # type: ignore[no-untyped-call]
+        loss.backward(seed)
     except BaseException:
         for engine in armed:
             engine.abort(riding)
@@ -104,19 +104,20 @@ def join_running(
     queue(lambda: queue(finish))
 
 
-def _whom_to_arm(
-    engines: Sequence[Engine], size: int, last: bool, differ: bool
-) -> tuple[Sequence[Engine], bool]:
+def _whom_to_arm(engines: Sequence[Engine], size: int, last: bool, differ: bool) -> tuple[Sequence[Engine], bool]:
     """The engines that synchronise in this backward, and whether all have to, once more, after it.
 
     An engine that owes a synchronisation of its very first micro-batch makes two in a window planned for more than
     one. Where that first one is the last as well, it still makes two: on other ranks it may not be the last.
 
     Several engines synchronise in the order in which backward reaches them. Where the ranks may `differ`, one that has
-    run no backward cannot know that order, and so all take them in turn, after the backward.
+    run no backward cannot know that order, and so all take them in turn, after the backward. Where a forward
+    communicates, every rank runs it, and the backward too.
     """
     owing = [engine for engine in engines if engine.owes_first]
-    once_more = last and ((size > 1 and bool(owing)) or (differ and len(engines) > 1))
+    once_more = last and (
+        (size > 1 and bool(owing)) or (differ and len(engines) > 1 and not any(e.forward_communicates for e in engines))
+    )
     return (engines if last and not once_more else owing), once_more
 
 

@@ -59,7 +59,9 @@ class OpenWindow:
         self.watchable = [parameter for parameter in parameters if id(parameter) not in inside]
         self._seeds: dict[tuple[int, torch.dtype, torch.device, torch.Size], torch.Tensor] = {}
         self.size = 0
-        self._clear()
+        self.num_micro_batches = 0
+        self.count: float | torch.Tensor | None = None
+        self.losses: list[torch.Tensor] = []
 
     def open(self, size: int, source: int = 0) -> None:
         """Begin a window of `size` micro-batches, with the buffers of rank `source`. Collective where there are any."""
@@ -116,9 +118,7 @@ class OpenWindow:
         """Whether the next micro-batch synchronises, boundary or not."""
         return any(engine.owes_first for engine in self._active)
 
-    def join_running(
-        self, *, last: bool, ask: bool, more: bool, done: Callable[[list[Row] | None], None]
-    ) -> None:
+    def join_running(self, *, last: bool, ask: bool, more: bool, done: Callable[[list[Row] | None], None]) -> None:
         """A backward that is not ours has begun: synchronise in it, and call `done` at its end."""
         self._check_trainable()
         self.num_micro_batches += 1
@@ -175,22 +175,22 @@ class OpenWindow:
 
     def _clear(self) -> None:
         self.num_micro_batches = 0
-        self.count: float | torch.Tensor | None = None
-        self.losses: list[torch.Tensor] = []
+        self.count = None
+        self.losses = []
 
     def _count(self, loss: torch.Tensor | LossSum) -> torch.Tensor:
         """Count a micro-batch; returns what to run backward from."""
-        is_sum = isinstance(loss, LossSum)
-        tensor = loss.loss if is_sum else loss
+        tensor, count = (loss.loss, loss.count) if isinstance(loss, LossSum) else (loss, None)
+        is_sum = count is not None
         check_loss(tensor)
         if self.num_micro_batches and is_sum != (self.count is not None):
             raise GradSyncError(
                 "All losses of a window must be of one kind, but a LossSum and a mean came. Return a LossSum in each "
                 "micro-batch, or in none."
             )
-        if is_sum:
-            _check_count(loss.count)
-            self.count = loss.count if self.count is None else self.count + loss.count
+        if count is not None:
+            _check_count(count)
+            self.count = count if self.count is None else self.count + count
         self.num_micro_batches += 1
         self.losses.append(tensor.detach().clone())  # a copy, because the caller may write to the one it gets back
         return tensor

@@ -17,9 +17,9 @@ def lookahead(iterable: Iterable[T]) -> Iterator[tuple[T, bool]]:
     [('a', False), ('b', True)]
     """
     iterator = iter(iterable)
-    for item in iterator:
-        break
-    else:
+    try:
+        item = next(iterator)
+    except StopIteration:
         return
     for following in iterator:
         yield item, False

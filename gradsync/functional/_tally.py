@@ -7,7 +7,8 @@ averaged. That is why a table can travel inside the gradients' own collective.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import TABLE_WIDTH
@@ -20,7 +21,8 @@ _CHUNK = 1 << 18
 _NO_COUNT = 4096  # no exponent of a float64 comes near it
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Row:
     """What one rank brings to one window."""
 
     num_micro_batches: int

@@ -94,7 +94,8 @@ def check_steppable(one: Optimizer | LRScheduler) -> None:
     needed = [
         parameter.name
         for parameter in list(inspect.signature(step).parameters.values())[1:]
-        if parameter.default is parameter.empty and parameter.kind in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}
+        if parameter.default is parameter.empty
+        and parameter.kind in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}
     ]
     if needed:
         raise TypeError(
@@ -125,6 +126,11 @@ def _ensure_scale(scaler: GradScaler, parameters: Sequence[nn.Parameter], spread
             "Gradients that FullyShardedDataParallel has sharded need a scaler that asks all ranks whether one came "
             f"upon an inf, but the scaler is a {type(scaler).__name__}, which asks its own rank. Use "
             "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
+        )
+    if len({hasattr(p.grad, "device_mesh") for p in parameters if p.grad is not None}) > 1:
+        raise GradSyncError(
+            "A GradScaler can unscale either DTensors or plain gradients, but the parameters of this update have both. "
+            "Call fully_shard on the whole model, its root included, so that all of them are DTensors."
         )
     if scaler._scale is None:
         scaler.scale(torch.zeros((), device=parameters[0].device))

@@ -1,0 +1,2 @@
+from tests.engine_counts import *
+def go(): return window("hsdp_each")
