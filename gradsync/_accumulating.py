@@ -89,8 +89,10 @@ class Over(Generic[T]):
 
     def __init__(self, iterable: Iterable[T], windows: Windows, instance: object) -> None:
         # One look-ahead for the `.over`s of several functions: the outer one's would end the inner one too soon.
-        self._iterable: Iterable[T] = iterable._iterable if isinstance(iterable, Over) else iterable
-        self._decorated = [*(iterable._decorated if isinstance(iterable, Over) else ()), (windows, instance)]
+        self._iterable: Iterable[T] = iterable
+        self._decorated: list[tuple[Windows, object]] = [(windows, instance)]
+        if isinstance(iterable, Over):
+            self._iterable, self._decorated = iterable._iterable, [*iterable._decorated, (windows, instance)]
 
     def __iter__(self) -> Iterator[T]:
         return over(self._iterable, self._decorated)
@@ -181,7 +183,7 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
 
     # A function is copied as itself and pickled by its name, and so is this one: its windows are the program's.
     def __reduce__(self) -> str:
-        return self.__qualname__  # type: ignore[no-any-return]
+        return self.__qualname__
 
     def __reduce_ex__(self, _: object) -> str:
         return self.__reduce__()

@@ -95,8 +95,8 @@ class Accumulation:
             return
         if self.index:
             raise GradSyncError(
-                f"{self.name} must be called with the same models throughout a window, but they changed in the middle of "
-                "one. Call flush() before another model comes."
+                f"{self.name} must be called with the same models throughout a window, but they changed in the middle "
+                "of one. Call flush() before another model comes."
             )
         rest(cast.models)
         mine = {id(parameter) for parameter in owned(cast.optimizers)}

@@ -85,8 +85,8 @@ def check_cast(cast: Cast, name: str) -> None:
     for several, what in ((cast.models, "model"), (cast.optimizers, "optimizer")):
         if not several:
             raise GradSyncError(
-                f"{name} needs a{'n' if what == 'optimizer' else ''} {what} among its arguments, but found none. Pass it "
-                f"to the function, or name it: accumulating(..., {what}=lambda self, *_: self.{what})."
+                f"{name} needs a{'n' if what == 'optimizer' else ''} {what} among its arguments, but found none. Pass "
+                f"it to the function, or name it: accumulating(..., {what}=lambda self, *_: self.{what})."
             )
 
 

@@ -42,7 +42,10 @@ class Accumulated(Protocol[P, R_co]):
     ) -> Accumulated[Q, R_co]: ...
 
     def over(self, iterable: Iterable[T], /) -> SizedIterable[T]:
-        """`iterable` again, sized if it was: its last call closes the window. Ranks may hold different numbers of items."""
+        """`iterable` again, sized if it was; its last call closes the window.
+
+        Ranks may hold different numbers of items.
+        """
         ...
 
     def flush(self) -> None:

@@ -178,7 +178,8 @@ def over(iterable: Iterable[T], decorated: Sequence[tuple[Windows, object]]) -> 
             for feed in feeds:
                 feed.next_item(last=last)
             yield item
-    fed, others = [], []
+    fed: list[tuple[Accumulation, Feed]] = []
+    others: list[tuple[Accumulation, Feed]] = []
     for (windows, instance), feed in zip(decorated, feeds, strict=True):
         for accumulation in windows.to_finish(feed, instance):
             (fed if accumulation.is_fed_by(feed) else others).append((accumulation, feed))

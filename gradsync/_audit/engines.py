@@ -219,7 +219,7 @@ class WatchedFSDP2(WatchedEngine):
 
 def hook_gradient(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """Have `hook` called with the parameter whenever its gradient has been accumulated."""
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     return handle
 
 

@@ -45,7 +45,7 @@ def baseline(task: Task) -> Window:
 
     def window() -> None:
         for batch in itertools.islice(batches, task.steps):
-            (task.workload.compute_loss(model, batch) / task.steps).backward()  # type: ignore[no-untyped-call]
+            (task.workload.compute_loss(model, batch) / task.steps).backward()
         _update(optimizer)
 
     return window
@@ -59,7 +59,7 @@ def improperly(task: Task) -> Window:
         for index, batch in enumerate(itertools.islice(batches, task.steps), start=1):
             loss = task.workload.compute_loss(model, batch) / task.steps
             with model.no_sync() if index < task.steps else nullcontext():
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
         _update(optimizer)
 
     return window
@@ -72,7 +72,7 @@ def no_sync(task: Task) -> Window:
     def window() -> None:
         for index, batch in enumerate(itertools.islice(batches, task.steps), start=1):
             with model.no_sync() if index < task.steps else nullcontext():
-                (task.workload.compute_loss(model, batch) / task.steps).backward()  # type: ignore[no-untyped-call]
+                (task.workload.compute_loss(model, batch) / task.steps).backward()
         _update(optimizer)
 
     return window
@@ -151,7 +151,7 @@ def compute(task: Task) -> Window:
 
     def window() -> None:
         for batch in itertools.islice(batches, task.steps):
-            (workload.compute_loss(workload.model, batch) / task.steps).backward()  # type: ignore[no-untyped-call]
+            (workload.compute_loss(workload.model, batch) / task.steps).backward()
         _update(workload.optimizer)
 
     return window

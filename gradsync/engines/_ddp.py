@@ -7,8 +7,9 @@ and their hooks reach the reducer.
 
 All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/test_torch_internals.py`
 fails when it changes): `ddp.reducer` with `prepare_for_forward`, `prepare_for_backward`, `_rebuild_buckets`,
-`_check_reducer_finalized`, `_delay_all_reduce`, `_get_local_used_map`, `_get_zeros_like_grad_buckets`, `_run_comm_hook`; and the attributes
-of DDP that are named below.
+`get_backward_stats`, `_check_reducer_finalized`, `_delay_all_reduce`, `_get_local_used_map`,
+`_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_run_comm_hook`; and the attributes of DDP that are named
+below.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ class DDPEngine(Engine):
         return []
 
     def _queue_delayed_reduction(self) -> None:
-        Variable._execution_engine.queue_callback(self._ddp.reducer._delay_all_reduce)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._ddp.reducer._delay_all_reduce)
 
     def _reduce_static(self) -> None:
         """Reduce bucket by bucket: a static graph counts its hooks, so that they cannot be run once more by hand."""
@@ -243,7 +244,7 @@ def _sparse_parameters(module: nn.Module) -> frozenset[int]:
 def _unused_message(named: Iterable[tuple[str, nn.Parameter]], unused: Sequence[nn.Parameter]) -> str:
     names = [name for name, p in named if any(p is one for one in unused)]
     return (
-        f"Every trainable parameter of a DistributedDataParallel model must be used in each window, but on this rank no "
-        f"micro-batch of the window used {', '.join(names)}. Pass find_unused_parameters=True to "
+        f"Every trainable parameter of a DistributedDataParallel model must be used in each window, but on this rank "
+        f"no micro-batch of the window used {', '.join(names)}. Pass find_unused_parameters=True to "
         "DistributedDataParallel, or hand gradsync the bare model, which needs no such flag."
     )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def _maker(where: str, name: str) -> Callable[[Any], Engine]:
     """An engine of this package, imported as the first is made: torch.distributed.fsdp alone takes seconds."""
-    return lambda module: getattr(import_module(f"gradsync.engines.{where}"), name)(module)  # type: ignore[no-any-return]
+    return lambda module: getattr(import_module(f"gradsync.engines.{where}"), name)(module)
 
 
 # What makes the engine for a module of some class: by the class's name for those whose import is put off, and by the

@@ -119,6 +119,7 @@ class FSDP1Engine(Engine):
                 del flat._saved_grad_shard
         if self._root._is_root and self._is_under_way():
             self._end_backward()
+        self.rest()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

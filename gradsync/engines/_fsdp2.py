@@ -149,7 +149,7 @@ class FSDP2Engine(Engine):
                 param._unsharded_param.grad = None
         for group in self._groups:
             group._partial_reduce_output = None
-        self._recover()
+        self.rest()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ class ReplicateEngine(DDPEngine):
     """One module that `torch.distributed._composable.replicate` was called on."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._state: Any = replicate.state(module)  # type: ignore[attr-defined]
+        self._state: Any = replicate.state(module)
         if self._state._init_args:
             self._state.lazy_init()
         super().__init__(self._state._ddp, module)

@@ -92,8 +92,8 @@ def nothing_here(name: str) -> None:
 
 
 _EMPTY = (
-    "Every rank needs an item where the models are not known before the first call, but in {name}.over rank {ranks} had "
-    "none. Name them: accumulating(..., model=..., optimizer=...), or give each rank an item."
+    "Every rank needs an item where the models are not known before the first call, but in {name}.over rank {ranks} "
+    "had none. Name them: accumulating(..., model=..., optimizer=...), or give each rank an item."
 )
 
 
@@ -130,8 +130,8 @@ def _wait(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: str)
         else:
             return
         raise GradSyncError(
-            f"Every rank must come to {topic}, but rank {', '.join(map(str, missing))} did not within the process group's "
-            "time-out. It has ended, failed, or has another number of micro-batches; .over(...) allows for that."
+            f"Every rank must come to {topic}, but rank {', '.join(map(str, missing))} did not within the process "
+            "group's time-out. It has ended, failed, or has another number of micro-batches; .over(...) allows for that."
         )
 
 

@@ -69,8 +69,8 @@ def check_loss(loss: torch.Tensor) -> None:
         )
     if not loss.requires_grad:
         raise GradSyncError(
-            "The loss must need a gradient, but it has requires_grad=False. Compute it from the model's parameters, and "
-            "neither under torch.no_grad() nor after .detach()."
+            "The loss must need a gradient, but it has requires_grad=False. Compute it from the model's parameters, "
+            "and neither under torch.no_grad() nor after .detach()."
         )
 
 

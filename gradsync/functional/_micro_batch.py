@@ -64,10 +64,11 @@ def backward(
 
     `early` synchronises whichever it is: averaging once more what is equal already changes nothing.
 
-    `seed` is the gradient to begin with, 1 by default. `size` is what the window was planned to have. An exception goes on after the collectives that the backward began
-    are complete, so that no other rank waits for this one. Returns `table` summed over the ranks.
+    `seed` is the gradient to begin with, 1 by default. `size` is what the window was planned to have. An exception
+    goes on after the collectives that the backward began are complete, so that no other rank waits for this one.
+    Returns `table` summed over the ranks.
     """
-    armed, once_more = (engines, False) if early else _whom_to_arm(engines, size, last, bool(table))
+    armed, once_more = (engines, False) if early else _whom_to_arm(engines, size=size, last=last, differ=bool(table))
     if not armed:
         loss.backward(seed)
         return reduce(engines, table) if once_more else table
@@ -89,7 +90,7 @@ def join_running(
     engines: Sequence[Engine], *, size: int, last: bool, table: Table, done: Callable[[Table], None]
 ) -> None:
     """The same in a backward that has begun already, from a loss that nobody knows here; `done(table)` as it ends."""
-    armed, once_more = _whom_to_arm(engines, size, last, bool(table))
+    armed, once_more = _whom_to_arm(engines, size=size, last=last, differ=bool(table))
     riding = table if last and not once_more else ()
     sent = _send(engines, riding)
     for engine in armed:
@@ -100,11 +101,11 @@ def join_running(
         done(reduce(engines, table) if once_more else _receive(sent, carried, riding))
 
     # Queued twice over: the reducer queues its own end when its last bucket leaves, and ours must come after that.
-    queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    queue = Variable._execution_engine.queue_callback
     queue(lambda: queue(finish))
 
 
-def _whom_to_arm(engines: Sequence[Engine], size: int, last: bool, differ: bool) -> tuple[Sequence[Engine], bool]:
+def _whom_to_arm(engines: Sequence[Engine], *, size: int, last: bool, differ: bool) -> tuple[Sequence[Engine], bool]:
     """The engines that synchronise in this backward, and whether all have to, once more, after it.
 
     An engine that owes a synchronisation of its very first micro-batch makes two in a window planned for more than
@@ -140,7 +141,7 @@ def _receive(sent: tuple[torch.Tensor, dist.Work] | None, carried: Sequence[Tabl
     if sent is not None:
         numbers, work = sent
         work.wait()
-        return numbers.tolist()  # type: ignore[no-any-return]
+        return numbers.tolist()
     return next((came for came in carried if came is not None), table)
 
 

@@ -196,7 +196,7 @@ class OpenWindow:
         return tensor
 
     def _seed(self, loss: torch.Tensor) -> torch.Tensor:
-        """The gradient that backward begins with: what `loss / size` would send on, to the bit, without that division."""
+        """The gradient that backward begins with: to the bit what `loss / size` would send on, without the division."""
         key = (self.size, loss.dtype, loss.device, loss.shape)
         seed = self._seeds.get(key)
         if seed is None:

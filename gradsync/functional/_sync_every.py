@@ -44,8 +44,8 @@ class MicroStep:
         """Scale the loss and run its backward; on the last micro-step, synchronise and normalise the gradients.
 
         Afterwards, on the last one, each gradient is the mean over all micro-batches of all ranks in the window. With
-        `count`, `loss` is a sum over `count` items, and the gradient is that of all sums over all counts. With AMP, pass
-        `scaler.scale(loss)`.
+        `count`, `loss` is a sum over `count` items, and the gradient is that of all sums over all counts. With AMP,
+        pass `scaler.scale(loss)`.
         """
         self._loop.backward(self, loss if count is None else LossSum(loss, count))
 
@@ -111,7 +111,7 @@ class _Loop:
         self._begin()
         items = lookahead(iterable)
         upcoming = next(items, None)
-        source = self._first_source(upcoming is not None, length(iterable))
+        source = self._first_source(has_item=upcoming is not None, num_items=length(iterable))
         for number in count():
             if source is None:
                 return
@@ -136,9 +136,9 @@ class _Loop:
         """What `MicroStep.backward` does."""
         if step is not self._current:
             raise GradSyncError(
-                f"Each micro-step runs one backward, in its own turn of the loop, but micro-step {step.index} of window "
-                f"{step.window} ran {'a second one' if self._done is step else 'one out of turn'}. Add the losses up and "
-                "call step.backward once."
+                f"Each micro-step runs one backward, in its own turn of the loop, but micro-step {step.index} of "
+                f"window {step.window} ran {'a second one' if self._done is step else 'one out of turn'}. Add the "
+                "losses up and call step.backward once."
             )
         self._current, self._done = None, step
         self._explicit = True
@@ -172,8 +172,8 @@ class _Loop:
                     hooks.remove()
         if step.last and self._done is None and not (self._plain is not None and self._plain.began):
             raise GradSyncError(
-                f"The last micro-step of a window must run a backward, which synchronises the window, but that of window "
-                f"{step.window} ended without one. Call step.backward(loss) in each turn, or end the loop."
+                f"The last micro-step of a window must run a backward, which synchronises the window, but that of "
+                f"window {step.window} ended without one. Call step.backward(loss) in each turn, or end the loop."
             )
 
     def _join(self) -> None:
@@ -192,7 +192,7 @@ class _Loop:
         self._window = OpenWindow(engines, list(dict.fromkeys(p for model in self._models for p in model.parameters())))
         insist(meet(self._window.group, "the start of sync_every", {"steps": window_size(self._steps, 0)}))
 
-    def _first_source(self, has_item: bool, num_items: int | None) -> int | None:
+    def _first_source(self, *, has_item: bool, num_items: int | None) -> int | None:
         """The lowest rank with an item, whose buffers the first window begins with; None if there is no item at all."""
         said = meet(self._window.group, "the data of sync_every", {"has_item": has_item, "num_items": num_items})
         empty = [str(rank) for rank, words in enumerate(said) if not words["has_item"]]
@@ -200,8 +200,8 @@ class _Loop:
             return None
         if empty:
             raise GradSyncError(
-                f"Every rank needs at least one item in sync_every, to run its forward with when it has run out, but rank "
-                f"{', '.join(empty)} has none. Give it one, or use accumulating, whose .over needs none on DDP."
+                f"Every rank needs at least one item in sync_every, to run its forward with when it has run out, but "
+                f"rank {', '.join(empty)} has none. Give it one, or use accumulating, whose .over needs none on DDP."
             )
         return 0
 

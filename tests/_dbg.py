@@ -1,2 +1,0 @@
-from tests.engine_counts import *
-def go(): return window("hsdp_each")

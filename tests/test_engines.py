@@ -1,0 +1,118 @@
+"""Promises of the engines beside the table of test_engines_table.py, on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+CASES = "tests.engine_promises:"
+
+FSDP2 = ["fsdp2", "fsdp2_gathered", "replicate_fsdp"]
+
+
+def gathers(number, **more):
+    return {"all_gather": number, **more}
+
+
+# What the three micro-batches of a window send, and a flush after two. Three groups: two blocks and the root. A gather
+# each in forward, and for the blocks in backward again; a reduction a group. A flush adds the ranks' agreement.
+WIRE = {
+    "ddp": [{}, {}, {"all_reduce default_pg": 1}, {"all_reduce default_pg": 2}],
+    "replicate_fsdp": [{}, {}, {"all_reduce default_pg": 3}, {"all_reduce default_pg": 4}],
+    "fsdp1_full": [
+        {"all_gather default_pg": 5},
+        {"all_gather default_pg": 5},
+        {"all_gather default_pg": 5, "all_reduce default_pg": 3},
+        {"all_reduce default_pg": 4},
+    ],
+    "fsdp1_grad_op": [{"all_gather default_pg": 3}, {}, {"all_reduce default_pg": 3}, {"all_reduce default_pg": 4}],
+    "fsdp1_no_shard": [{}, {}, {"all_reduce default_pg": 3}, {"all_reduce default_pg": 4}],
+    "fsdp2": [
+        {"all_gather default_pg": 5},
+        {"all_gather default_pg": 5},
+        {"all_gather default_pg": 5, "all_reduce default_pg": 3},
+        {"all_reduce default_pg": 4},
+    ],
+    # set_reshard_after_backward(False): gathered once a window, and not again until the update.
+    "fsdp2_gathered": [{"all_gather default_pg": 3}, {}, {"all_reduce default_pg": 3}, {"all_reduce default_pg": 4}],
+    "fsdp2_each": [
+        *[{"all_gather default_pg": 5, "all_reduce default_pg": 3}] * 3,
+        {"all_reduce default_pg": 1},
+    ],
+    # gloo reduce-scatters by an all-reduce, so that "all_reduce shards" is the reduce-scatter.
+    "hsdp_window": [
+        {"all_gather shards": 5},
+        {"all_gather shards": 5},
+        {"all_gather shards": 5, "all_reduce shards": 3, "all_reduce replicas": 3},
+        {"all_reduce shards": 3, "all_reduce replicas": 3, "all_reduce default_pg": 1},
+    ],
+    "hsdp_shard": [
+        {"all_gather shards": 5, "all_reduce shards": 3},
+        {"all_gather shards": 5, "all_reduce shards": 3},
+        {"all_gather shards": 5, "all_reduce shards": 3, "all_reduce replicas": 3},
+        {"all_reduce shards": 3, "all_reduce replicas": 3, "all_reduce default_pg": 1},
+    ],
+    "hsdp_each": [
+        *[{"all_gather shards": 5, "all_reduce shards": 3, "all_reduce replicas": 3}] * 3,
+        {"all_reduce default_pg": 1},
+    ],
+}
+
+
+@pytest.mark.parametrize("engine", WIRE)
+def test_what_a_window_sends(ranks, engine):
+    """Held micro-batches reduce nothing, the boundary each group once, and a flush without a backward as much."""
+    for sent in ranks(4 if "hsdp" in engine else 2).run("tests.engine_counts:window", engine):
+        assert sent == WIRE[engine]
+
+
+@pytest.mark.parametrize(("engine", "size"), [*((one, 2) for one in FSDP2), ("hsdp_window", 4), ("hsdp_shard", 4)])
+@pytest.mark.parametrize("case", ["switches_are_put_back", "discarding_leaves_nothing"])
+def test_fsdp2_is_left_as_it_was_found(ranks, engine, size, case):
+    """Its switches whatever their user had set, nested, and after exceptions; and no gradient inside it."""
+    ranks(size).run(CASES + case, engine)
+
+
+@pytest.mark.parametrize(
+    "case", ["mixed_precision_with_a_module_that_never_ran", "held_gradients_add_up_in_float32", "cpu_offload"]
+)
+def test_fsdp2_policies(ranks, case):
+    """Mixed precision and CPU offload."""
+    ranks(2).run(CASES + case)
+
+
+@pytest.mark.parametrize("engine", ["bare", "ddp", "fsdp1_full", "fsdp1_full_orig", "fsdp1_grad_op", *FSDP2])
+@pytest.mark.parametrize("case", ["bystanders", "a_forward_before_the_first_call"])
+def test_other_forwards(ranks, engine, case):
+    """Of models that another step trains, and of evaluations."""
+    ranks(2).run(CASES + case, engine)
+
+
+@pytest.mark.parametrize("engine", ["bare", "ddp", "fsdp1_full", "fsdp1_full_orig", "fsdp1_no_shard", *FSDP2])
+def test_a_replay_weighs_nothing(ranks, engine):
+    """The hooks sit where gradients arrive."""
+    ranks(2).run(CASES + "a_replay_weighs_nothing", engine)
+
+
+@pytest.mark.parametrize("case", ["a_plain_scaler_on_fsdp1", "another_divide_factor"])
+def test_what_would_be_silently_wrong_is_an_error(ranks, case):
+    """Found by gradsync, because torch says nothing."""
+    ranks(2).run(CASES + case)
+
+
+def test_a_users_engine_is_twenty_lines(ranks):
+    """Unknown ones are refused by name, and say how to register."""
+    ranks(2).run(CASES + "a_users_engine")
+
+
+@pytest.mark.parametrize(
+    "case", ["gradients_of_several_meshes", "hybrid_on_a_part_of_the_ranks", "tensor_parallel_without_data_parallel"]
+)
+def test_beyond_data_parallel(ranks, case):
+    """Norms, clipping and discarding; groups of a part of the ranks."""
+    ranks(4).run(CASES + case)
+
+
+@pytest.mark.parametrize("engine", ["none", "bare", "ddp", "replicate", "fsdp1_full_orig", *FSDP2])
+def test_compiled_models_are_not_compiled_again(ranks, engine):
+    """After the second window."""
+    ranks(1 if engine == "none" else 2).run(CASES + "compiled", engine)
