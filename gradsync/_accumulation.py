@@ -5,10 +5,9 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
 
-from gradsync._cast import Cast
 from gradsync._errors import GradSyncError
+from gradsync._guards import ForwardWatch, GradientWatch, StepGuard, check_replays, check_sync_batchnorm
 from gradsync._progress import ClosedLosses, Progress
 from gradsync.engines import attach, find, rest
 from gradsync.functional._agreement import agree_on_model, insist, meet
@@ -16,19 +15,21 @@ from gradsync.functional._bystanders import Bystanders
 from gradsync.functional._loss import LossSum, detach, find_loss
 from gradsync.functional._micro_batch import named_range
 from gradsync.functional._open_window import OpenWindow
+from gradsync.functional._tally import Row
 from gradsync.functional._update import check_steppable, owned, update
 from gradsync.functional._window import window_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
     from torch import nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
+    from gradsync._cast import Cast
     from gradsync._feed import Feed
     from gradsync._settings import Settings
-    from gradsync.functional._tally import Row
 
 # The windows that are open now, of whatever function: one parameter can be in one of them only.
 _OPEN: weakref.WeakSet[Accumulation] = weakref.WeakSet()
@@ -46,7 +47,7 @@ class Accumulation:
         self._settings = settings
         self._models: tuple[weakref.ref[nn.Module], ...] = ()
         self._optimizers = [weakref.ref(optimizer) for optimizer in cast.optimizers]
-        self._guards = [optimizer.register_step_pre_hook(_Guard(self)) for optimizer in cast.optimizers]
+        self._guards = [optimizer.register_step_pre_hook(StepGuard(self)) for optimizer in cast.optimizers]
         self._updating = False
         self._running = False
         self._agreed = False
@@ -55,14 +56,15 @@ class Accumulation:
         self._fed: Feed | None = None  # that it was called in
         self._last_source = 0  # the lowest rank with a micro-batch in the last window
         self._uneven = False
-        self._watched: nn.Parameter | None = None  # a parameter whose gradient nobody else should touch,
-        self._gradient: torch.Tensor | None = None  # that gradient after the last micro-batch,
-        self._version = 0  # and how often it had been written to
+        self._shared = False  # whether the buffers of all ranks were made equal for the coming window
+        self._watch = GradientWatch()
+        self._last_call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
+        self._spoiled = False  # whether a backward failed in this window, so that all ranks must drop it
         self._stepped = False
         self._grad_norm: torch.Tensor | None = None
         self._losses: ClosedLosses | None = None
         self.index = 0
-        self._counts = dict.fromkeys(("micro_steps", "updates", "window", "skipped", "dropped"), 0)
+        self._counts = dict.fromkeys(("micro_steps", "updates", "window", "skipped", "dropped", "replays"), 0)
         self._participants: list[weakref.ref[Any]] = []
         self._bind_models(cast)
         steppable: list[Optimizer | LRScheduler] = [*cast.optimizers, *cast.schedulers]
@@ -114,10 +116,15 @@ class Accumulation:
         self._ids = frozenset(map(id, parameters))
         self._unowned = [parameter for parameter in parameters if id(parameter) not in mine]
         bystanders = Bystanders([p for model in watching for p in model.parameters()], find(watching))
-        engines, shards = attach(trained, agree_on_model), self._settings.sync == "shard"
-        self._window = OpenWindow(engines, list(parameters), bystanders, shards=shards)
+        self._window = OpenWindow(
+            attach(trained, agree_on_model),
+            list(parameters),
+            bystanders,
+            shards=self._settings.sync == "shard",
+            tell_after=bool(self._settings.skip),
+        )
         self._models = tuple(weakref.ref(model) for model in cast.models)
-        self._watched = None
+        self._watch = GradientWatch()
 
     # -- a call -----------------------------------------------------------------------------------------------------
 
@@ -127,54 +134,105 @@ class Accumulation:
         """Run the user's function on one micro-batch, its backward, and at the boundary the update."""
         if self._running:
             raise GradSyncError(f"{self.name} must not call itself: a micro-batch is one call. Call the model instead.")
-        if feed is not None and self._met is not feed and self._window.num_ranks > 1:
-            self._meet(feed, has_item=True)
-        if self.index == 0:
-            self._open(self._next_source() if feed is not None else 0)
         window, settings = self._window, self._settings
-        ending = feed is not None and feed.ending and settings.tail != "carry"
+        ending = more = False
+        if feed is not None:
+            ending, more = self._take_from(feed)
+        if self.index == 0:
+            self._open()
+        if not self._shared:
+            self._share_buffers(self._next_source() if feed is not None else 0)
         filled = self.index + 1 >= window.size
         last = filled or ending
-        ask = feed is not None or bool(settings.skip)
-        more = feed is not None and feed.more
         # Where ranks may run out at different times, one synchronisation a window is what they can count on.
         early = settings.sync == "each" and (feed is None or window.num_ranks == 1 or window.forward_communicates)
-        if feed is not None:
-            feed.called()
-            self._fed = feed
+        rows: Sequence[Row] | None = None
         self._running = True
-        rows: Sequence[Row] | None
         try:
             with window.hold, named_range("gradsync.sync" if last else "gradsync.hold"):
-                try:
-                    returned = function(*args, **kwargs)
-                    loss = find_loss(returned)
-                    self._check_gradients()
-                except settings.skip:
-                    returned = loss = None
-                    self._counts["dropped"] += 1
+                returned, loss = self._body(function, args, kwargs)
+                weightless = loss is None and window.forward_communicates
+                if weightless:
+                    loss = self._last_loss()
                 if last or window.owes_first:
-                    self._agree(loss)
-                if loss is None:
-                    rows = window.reduce(more=more, filled=filled) if last else None
-                else:
-                    scaler = None if self._scaler is None else self._scaler()
-                    rows = window.backward(
-                        loss, last=last, ask=ask, more=more, filled=filled, early=early, scaler=scaler
-                    )
+                    self._agree(None if weightless else loss)
+                if weightless and loss is not None:
+                    rows = window.replay(loss, last=last, filled=filled, called=True, early=early)
+                elif loss is not None:
+                    try:
+                        rows = window.backward(
+                            loss,
+                            last=last,
+                            ask=feed is not None,
+                            more=more,
+                            filled=filled,
+                            early=early,
+                            scaler=None if self._scaler is None else self._scaler(),
+                        )
+                    except settings.skip:
+                        returned, loss, rows = None, None, self._spoil(last=last, more=more, filled=filled)
+                elif last:
+                    rows = window.reduce(more=more, filled=filled)
             self._counts["micro_steps"] += 1
             self.index += 1
             if last:
                 self._close(rows, flushing=feed is None)
             else:
-                self._remember_gradients()
+                self._watch.remember(window.watchable)
                 self._stepped = False
         except BaseException:
             self.discard()
             raise
         finally:
             self._running = False
-        return returned if loss is None else detach(returned, loss)
+        return returned if loss is None or weightless else detach(returned, loss)
+
+    def _body(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, torch.Tensor | LossSum | None]:
+        """What the function returned, and its loss; None and None for a micro-batch that is dropped."""
+        if not self._settings.skip:
+            returned = function(*args, **kwargs)
+            loss = find_loss(returned)
+        else:
+            began = ForwardWatch(self._models if self._window.forward_communicates else ())
+            try:
+                with began:
+                    returned = function(*args, **kwargs)
+                    loss = find_loss(returned)
+            except self._settings.skip as error:
+                if began:
+                    raise GradSyncError(
+                        f"{self.name} can drop a micro-batch on a sharded engine only before its model is called, for "
+                        f"the other ranks wait in the model's forward, but {type(error).__name__} came after that. "
+                        "Check the data before the forward."
+                    ) from error
+                self._counts["dropped"] += 1
+                return None, None
+        self._watch.check(self.name, self._window, is_open=self.index > 0)
+        if self._window.forward_communicates:
+            self._last_call = (function, args, kwargs)
+        return returned, loss
+
+    def _spoil(self, *, last: bool, more: bool, filled: bool) -> list[Row] | None:
+        """A backward failed with a type in `skip`: all ranks drop the window, as they learn at its boundary."""
+        if self._window.forward_communicates:
+            raise  # noqa: PLE0704 - called in the handler: a sharded backward that failed cannot be made up for
+        self._counts["dropped"] += 1
+        self._spoiled = True
+        self._window.drop_gradients()
+        return self._window.tell(self._window.spoiled(more=more, filled=filled)) if last else None
+
+    def _last_loss(self) -> torch.Tensor | LossSum:
+        """Run the last call once more: its forward is what the other ranks wait for."""
+        if self._last_call is None:
+            raise GradSyncError(
+                f"A rank whose engine communicates in forward repeats its last call of {self.name} where it has no "
+                "micro-batch to run, but it has had none yet. See to it that its first micro-batch is a good one."
+            )
+        function, args, kwargs = self._last_call
+        self._counts["replays"] += 1
+        return find_loss(function(*args, **kwargs))
 
     # -- the end of the data ----------------------------------------------------------------------------------------
 
@@ -194,15 +252,52 @@ class Accumulation:
             return self._end()
         if self._met is not feed:
             self._meet(feed, has_item=False)
+        if window.forward_communicates:
+            return self._finish_in_step()
         if not any(self._may_have_more):
             return self._end()
         if self.index == 0:
-            self._open(self._next_source())
+            self._open()
+        if not self._shared:
+            self._share_buffers(self._next_source())
+        self._close(self._reduce(), flushing=False)
+        return True
+
+    def _finish_in_step(self) -> bool:
+        """Where forwards communicate: repeat the last call, as often as another rank runs one."""
+        window, carry = self._window, self._settings.tail == "carry"
+        nobody_left, anybody = self._in_step(real=False, more=False)
+        if not anybody:
+            if self.index and not carry:
+                self._close(self._reduce(), flushing=False)
+            return self._end()
+        if self.index == 0:
+            self._open()
+        if not self._shared:
+            self._share_buffers(self._next_source())
+        filled = self.index + 1 >= window.size
+        last = filled or (nobody_left and not carry)
+        with window.hold, named_range("gradsync.sync" if last else "gradsync.hold"):
+            loss = self._last_loss()
+            if last:
+                self._agree(None)
+            rows = window.replay(
+                loss, last=last, filled=filled, called=self.index > 0, early=self._settings.sync == "each"
+            )
+        self.index += 1
+        if last:
+            self._close(rows, flushing=False)
+        return True
+
+    def _reduce(self) -> list[Row]:
+        """Synchronise what is held, without a backward."""
+        window = self._window
         with window.hold:
             self._agree(None)
-            rows = window.reduce(more=False)
-        self._close(rows, flushing=False)
-        return True
+            if self._spoiled:
+                window.reduce(told=False)
+                return window.tell(window.spoiled(more=False, filled=False))
+            return window.reduce(called=self.index > 0)
 
     def flush(self) -> None:
         """Close the open window now. Collective."""
@@ -213,12 +308,11 @@ class Accumulation:
         if not any(one["open"] for one in said):
             return
         if self.index == 0:
-            self._open(source=next(rank for rank, one in enumerate(said) if one["open"]))
+            self._open()
+        if not self._shared:
+            self._share_buffers(next(rank for rank, one in enumerate(said) if one["open"]))
         try:
-            with window.hold:
-                self._agree(None)
-                rows = window.reduce()
-            self._close(rows, flushing=True)
+            self._close(self._reduce(), flushing=True)
         except BaseException:
             self.discard()
             raise
@@ -227,7 +321,8 @@ class Accumulation:
         """Drop the open window and its gradients."""
         self._window.discard()
         self.index = 0
-        self._gradient, self._stepped = None, False
+        self._spoiled = self._stepped = False
+        self._watch.forget()
         _OPEN.discard(self)
 
     @property
@@ -263,10 +358,10 @@ class Accumulation:
         self.discard()
         self._counts = {key: state[key] for key in self._counts}
         if held is not None:
-            self._open(0)
+            self._open()
             window.load_state_dict(held, self._names(), self.name)
             self.index = state["index"]
-            self._remember_gradients()
+            self._watch.remember(window.watchable)
 
     def _names(self) -> dict[str, nn.Parameter]:
         models = [model for ref in self._models if (model := ref()) is not None]
@@ -285,7 +380,7 @@ class Accumulation:
         """The lowest rank that may have a micro-batch in the coming window."""
         return next((rank for rank, more in enumerate(self._may_have_more) if more), 0)
 
-    def _open(self, source: int) -> None:
+    def _open(self) -> None:
         for other in list(_OPEN):
             if other is not self and not self._ids.isdisjoint(other._ids):
                 raise GradSyncError(
@@ -293,27 +388,36 @@ class Accumulation:
                     f"are in the open window of {other.name}. Call {other.name}.flush() or .reset() first, or keep the "
                     "other model out of one of the optimizers."
                 )
-        self._window.open(window_size(self._settings.steps, self._counts["window"]), source)
-        if self._watched is None:
-            left = sum(parameter.grad is not None for parameter in self._window.parameters)
-            if left:
+        self._window.open(window_size(self._settings.steps, self._counts["window"]))
+        if self._watch.is_new:
+            left, inside = self._window.gradients_left()
+            if left or inside:
+                drop = "gradsync.sync_gradients(model) and " if inside else ""
                 raise GradSyncError(
-                    f"A window must begin without gradients, but {left} parameters have one as {self.name} begins its "
-                    "first. Call optimizer.zero_grad() after your own backwards."
+                    f"A window must begin without gradients, but {left or inside} parameters have one as {self.name} "
+                    f"begins its first. Call {drop}optimizer.zero_grad() after your own backwards."
                 )
         _OPEN.add(self)
+
+    def _share_buffers(self, source: int) -> None:
+        """Once a window, however often this rank discards and begins it again: it is collective."""
+        self._window.share_buffers(source)
+        self._shared = True
 
     def _close(self, rows: Sequence[Row] | None, *, flushing: bool) -> None:
         """The gradients are synchronised: normalise them and make the update, or what `tail` says."""
         window, settings = self._window, self._settings
         if rows is not None:
-            self._uneven |= len({(row.filled, row.more) for row in rows}) > 1
+            self._uneven |= len({(row.num_micro_batches, row.filled, row.more) for row in rows}) > 1
             self._may_have_more = [row.more for row in rows]
             self._last_source = next((rank for rank, row in enumerate(rows) if row.num_micro_batches), 0)
+            if not any(row.called for row in rows):
+                self.discard()  # the data ended at a boundary: this is no window
+                return
         filled = self.index >= window.size or (rows is not None and any(row.filled for row in rows))
         if not filled and settings.tail == "carry" and not flushing:
             # Synchronised with what came so far, and kept: averaging equal parts again later changes nothing.
-            self._remember_gradients()
+            self._watch.remember(window.watchable)
             return
         factor = window.factor(rows)
         if not filled and settings.tail == "drop":
@@ -341,18 +445,51 @@ class Accumulation:
                 parameter.grad = None
             _OPEN.discard(self)
             self.index = 0
+            self._shared = False
             self._counts["window"] += 1
             self._counts["updates" if stepped else "skipped"] += 1
-            self._gradient = None
+            self._spoiled = False
+            self._watch.forget()
             self._stepped, self._grad_norm, self._losses = stepped, grad_norm, losses
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 
+    def _take_from(self, feed: Feed) -> tuple[bool, bool]:
+        """Whether the coming call ends the data, so that it must close the window; and whether more may come."""
+        ending, more = feed.ending, feed.more
+        feed.called()
+        self._fed = feed
+        if self._window.num_ranks > 1:
+            if self._met is not feed:
+                self._meet(feed, has_item=True)
+            if self._window.forward_communicates:
+                ending, _ = self._in_step(real=True, more=more)
+        return ending and self._settings.tail != "carry", more
+
+    def _in_step(self, *, real: bool, more: bool) -> tuple[bool, bool]:
+        """Where forwards communicate, ranks agree on each micro-batch: does nobody have more? does anybody run one?"""
+        rows = self._window.tell(Row(0, None, more=more, called=real))
+        return not any(row.more for row in rows), any(row.called for row in rows)
+
     def _meet(self, feed: Feed, *, has_item: bool) -> None:
         """Hear, at the first call or the end in an `.over`, which ranks have anything at all."""
+        window = self._window
         words = {"number of closed windows": self._counts["window"]}
-        said = meet(self._window.group, f"the data of {self.name}.over", {**words, "more": has_item or self.index > 0})
+        said = meet(
+            window.group,
+            f"the data of {self.name}.over",
+            {
+                **words,
+                "more": has_item or self.index > 0,
+                "items": feed.num_items,
+                "can replay": has_item or self._last_call is not None,
+            },
+        )
         insist([{key: one[key] for key in words} for one in said])
+        if window.forward_communicates and any(one["more"] for one in said):
+            check_replays([one["can replay"] for one in said], self.name)
+        models = [model for ref in self._models if (model := ref()) is not None]
+        check_sync_batchnorm(models, [one["items"] for one in said], self.name)
         self._met = feed
         self._may_have_more = [one["more"] for one in said]
         self._uneven = len(set(self._may_have_more)) > 1
@@ -382,32 +519,6 @@ class Accumulation:
         insist([{key: one[key] for key in words} for one in said])
         insist([{"kind of loss": one["loss"]} for one in said if one["loss"] is not None] or [{}])
 
-    # -- watching over the gradients --------------------------------------------------------------------------------
-
-    def _remember_gradients(self) -> None:
-        """Pick one gradient to watch: it tells, at little cost, whether somebody else touched them."""
-        if self._watched is None:
-            self._watched = next((p for p in self._window.watchable if p.grad is not None), None)
-            if self._watched is None:
-                return
-        self._gradient = self._watched.grad
-        self._version = 0 if self._gradient is None else self._gradient._version
-
-    def _check_gradients(self) -> None:
-        if self._watched is None:
-            if self.index or all(parameter.grad is None for parameter in self._window.parameters):
-                return
-        else:
-            gradient = self._watched.grad
-            if gradient is self._gradient and (gradient is None or gradient._version == self._version):
-                return
-        vanished = self._watched is not None and self._watched.grad is None
-        raise GradSyncError(
-            f"{self.name} runs backward, step and zero_grad itself, but since its last micro-batch the gradients "
-            + ("vanished: something called zero_grad()" if vanished else "changed: something ran backward on them")
-            + ", in its body or between two calls. Return the unscaled loss and leave the rest to the decorator."
-        )
-
     @property
     def progress(self) -> Progress:
         """A record of where this stands."""
@@ -420,19 +531,3 @@ class Accumulation:
             _losses=self._losses,
         )
 
-
-class _Guard:
-    """An optimizer's step pre-hook: nobody else may step it in the middle of a window."""
-
-    __slots__ = ("_accumulation",)
-
-    def __init__(self, accumulation: Accumulation) -> None:
-        self._accumulation = weakref.ref(accumulation)
-
-    def __call__(self, *_: object) -> None:
-        accumulation = self._accumulation()
-        if accumulation is not None and accumulation.guarded:
-            raise GradSyncError(
-                f"{accumulation.name} steps its optimizer itself at each boundary, but something called "
-                "optimizer.step() in the middle of a window, on gradients that are not synchronised. Remove that call."
-            )

@@ -6,9 +6,10 @@ from __future__ import annotations
 class Feed:
     """One running `.over`, as the calls in its loop see it."""
 
-    __slots__ = ("_calls", "_most_calls", "last")
+    __slots__ = ("_calls", "_most_calls", "last", "num_items")
 
-    def __init__(self) -> None:
+    def __init__(self, num_items: int | None) -> None:
+        self.num_items = num_items  # None where that is not known before the end
         self.last = False
         self._calls = 0
         self._most_calls = 0

@@ -13,7 +13,7 @@ from gradsync._cast import cast_of, check_cast
 from gradsync._feed import Feed
 from gradsync._progress import Progress
 from gradsync.functional._agreement import nothing_here
-from gradsync.functional._stream import lookahead
+from gradsync.functional._stream import length, lookahead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,10 +54,10 @@ class Windows:
         return accumulation.micro_batch(function, args, kwargs, self._feeds.get(key) if self._feeds else None)
 
     @contextmanager
-    def fed(self, instance: object) -> Iterator[Feed]:
+    def fed(self, instance: object, num_items: int | None) -> Iterator[Feed]:
         """A feed that the calls of the loop inside know of."""
         key = None if instance is None else id(instance)
-        feed, outer = Feed(), self._feeds.get(key)
+        feed, outer = Feed(num_items), self._feeds.get(key)
         self._feeds[key] = feed
         try:
             yield feed
@@ -173,7 +173,7 @@ class Windows:
 def over(iterable: Iterable[T], decorated: Sequence[tuple[Windows, object]]) -> Iterator[T]:
     """The items of `iterable`; the calls of the `decorated` functions in between know which one is the last."""
     with ExitStack() as stack:
-        feeds = [stack.enter_context(windows.fed(instance)) for windows, instance in decorated]
+        feeds = [stack.enter_context(windows.fed(instance, length(iterable))) for windows, instance in decorated]
         for item, last in lookahead(iterable):
             for feed in feeds:
                 feed.next_item(last=last)

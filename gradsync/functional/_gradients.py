@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import TypeAlias
 
     from torch import nn
@@ -39,23 +39,24 @@ def normalise(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 def norm(parameters: Iterable[nn.Parameter], *, spread: Spread = WHOLE) -> torch.Tensor:
-    """The norm of all gradients as one vector, wherever their parts live: DTensors of any meshes, plain ones beside them.
+    """The norm of all gradients as one vector, wherever their parts live: DTensors of any meshes, others beside them.
 
     `spread` names the ranks that plain gradients are spread over in pieces, by the id of their parameter (FSDP1).
     """
-    parts = []
+    parts: list[torch.Tensor] = []
     for place, gradients in _places(parameters, spread).items():
         part = _full(get_total_norm([_values(gradient) for gradient in gradients]))
         if place.ranks is not None:
             square = part.double().square()
             dist.all_reduce(square, group=place.ranks)
-            part = square.sqrt().to(part)
+            part = square.sqrt().to(part.dtype)
         parts.append(part)
     if not parts:
         return torch.zeros(())
     if len(parts) == 1:
         return parts[0]
-    return torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]))
+    return total
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread = WHOLE) -> torch.Tensor:
@@ -153,5 +154,5 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 def _full(total: torch.Tensor) -> torch.Tensor:
     """The norm of sharded gradients is itself spread over the ranks."""
-    full = getattr(total, "full_tensor", None)
+    full: Callable[[], torch.Tensor] | None = getattr(total, "full_tensor", None)
     return total if full is None else full()

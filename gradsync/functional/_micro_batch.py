@@ -58,17 +58,19 @@ def backward(
     size: int,
     last: bool,
     early: bool = False,
+    differ: bool = False,
     table: Table = (),
 ) -> Table:
     """The backward of `loss` inside a `Hold`; if it is the `last` of its window, it synchronises the window.
 
-    `early` synchronises whichever it is: averaging once more what is equal already changes nothing.
+    `early` synchronises whichever it is: averaging once more what is equal already changes nothing. `differ` says that
+    the ranks may be at different points of their windows.
 
     `seed` is the gradient to begin with, 1 by default. `size` is what the window was planned to have. An exception
     goes on after the collectives that the backward began are complete, so that no other rank waits for this one.
     Returns `table` summed over the ranks.
     """
-    armed, once_more = (engines, False) if early else _whom_to_arm(engines, size=size, last=last, differ=bool(table))
+    armed, once_more = (engines, False) if early else _whom_to_arm(engines, size=size, last=last, differ=differ)
     if not armed:
         loss.backward(seed)
         return reduce(engines, table) if once_more else table
@@ -127,6 +129,13 @@ def reduce(engines: Sequence[Engine], table: Table = ()) -> Table:
     with named_range("gradsync.sync"):
         sent = _send(engines, table)
         return _receive(sent, [engine.reduce(table) for engine in engines], table)
+
+
+def exchange(engines: Sequence[Engine], table: Table) -> Table:
+    """`table` summed over the ranks, on its own."""
+    numbers = torch.tensor(table, dtype=torch.float64, device=engines[0].parameters[0].device)
+    dist.all_reduce(numbers, group=engines[0].group)
+    return numbers.tolist()
 
 
 def _send(engines: Sequence[Engine], table: Table) -> tuple[torch.Tensor, dist.Work] | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradsync._errors import GradSyncError
 from gradsync.functional._gradients import discard
+from gradsync.functional._leaf_hooks import weightless
 from gradsync.functional._loss import LossSum, check_loss
-from gradsync.functional._micro_batch import Hold, backward, join_running, reduce
+from gradsync.functional._micro_batch import Hold, backward, exchange, join_running, reduce
 from gradsync.functional._tally import Row, decode, encode, factor
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ class OpenWindow:
 
     __slots__ = (
         "_active", "_seeds", "_trainable", "count", "engines", "forward_communicates", "group", "hold", "losses",
-        "num_micro_batches", "num_ranks", "parameters", "rank", "size", "spread", "watchable",
+        "num_micro_batches", "num_ranks", "parameters", "rank", "size", "spread", "_tell_after", "watchable",
     )  # fmt: skip
 
     def __init__(
@@ -40,9 +42,11 @@ class OpenWindow:
         bystanders: Bystanders | None = None,
         *,
         shards: bool = False,
+        tell_after: bool = False,
     ) -> None:
         self.engines = engines
         self.parameters = parameters
+        self._tell_after = tell_after  # not along with the gradients: a backward that fails must be told of too
         self.group = engines[0].group if engines else None
         self.num_ranks = self.group.size() if self.group else 1
         self.rank = self.group.rank() if self.group else 0
@@ -54,7 +58,8 @@ class OpenWindow:
         self.hold = Hold([*engines, bystanders] if bystanders else engines, shards=shards)
         self.forward_communicates = any(engine.forward_communicates for engine in engines)
         # Plain gradients that are spread over ranks, by their parameters' ids: norms are over all of their pieces.
-        self.spread = {id(p): engine.shard_group for engine in engines if engine.shard_group for p in engine.parameters}
+        pieces = [engine for engine in engines if engine.shard_group]
+        self.spread = {id(p): engine.shard_group for engine in pieces for p in engine.parameters if engine.shard_group}
         inside = {id(p) for engine in engines if engine.holds_inside for p in engine.parameters}
         self.watchable = [parameter for parameter in parameters if id(parameter) not in inside]
         self._seeds: dict[tuple[int, torch.dtype, torch.device, torch.Size], torch.Tensor] = {}
@@ -63,12 +68,11 @@ class OpenWindow:
         self.count: float | torch.Tensor | None = None
         self.losses: list[torch.Tensor] = []
 
-    def open(self, size: int, source: int = 0) -> None:
-        """Begin a window of `size` micro-batches, with the buffers of rank `source`. Collective where there are any."""
+    def open(self, size: int) -> None:
+        """Begin a window of `size` micro-batches."""
         self.size = size
         self._active = [engine for engine in self.engines if engine.trainable()]
         self._trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
-        self.share_buffers(source)
         self._clear()
 
     def backward(
@@ -94,7 +98,7 @@ class OpenWindow:
             tensor = scaler.scale(tensor)
         seed = None if self.count is not None else self._seed(tensor)
         row = self._row(more=more, filled=filled) if last else None
-        ask = row is not None and (ask or self.count is not None) and self.num_ranks > 1
+        riding = row is not None and (ask or self.count is not None) and self.num_ranks > 1 and not self._tell_after
         summed = backward(
             tensor,
             self._active,
@@ -102,9 +106,47 @@ class OpenWindow:
             size=self.size,
             last=last,
             early=early,
-            table=self._table(row) if ask and row else (),
+            differ=riding or self._tell_after,
+            table=self._table(row) if riding and row else (),
         )
-        return self._rows(summed, row) if row else None
+        if row is None:
+            return None
+        return self.tell(row) if self._tell_after else self._rows(summed, row)
+
+    def replay(
+        self, loss: torch.Tensor | LossSum, *, last: bool, filled: bool, called: bool, early: bool = False
+    ) -> list[Row] | None:
+        """The backward of a micro-batch that weighs nothing, for engines whose other ranks wait for it.
+
+        Its gradients are replaced by zeros as they arrive: exact where `loss * 0` is not, with a NaN in it.
+        """
+        tensor = loss.loss if isinstance(loss, LossSum) else loss
+        check_loss(tensor)
+        row = self._row(more=False, filled=filled, called=called)
+        zeros = weightless(self.leaves)
+        try:
+            table = self._table(row) if last and not self._tell_after else ()
+            summed = backward(
+                tensor, self._active, size=self.size, last=last, early=early, differ=True, table=table
+            )
+        finally:
+            zeros.remove()
+        if not last:
+            return None
+        return self.tell(row) if self._tell_after else self._rows(summed, row)
+
+    def tell(self, row: Row) -> list[Row]:
+        """What all ranks say, on its own and not along with gradients."""
+        return [row] if self.num_ranks == 1 else decode(exchange(self.engines, self._table(row)))
+
+    def spoiled(self, *, more: bool, filled: bool) -> Row:
+        """This rank's row of a window that all ranks must drop."""
+        return replace(self._row(more=more, filled=filled), void=True)
+
+    def gradients_left(self) -> tuple[int, int]:
+        """How many parameters have a gradient, and how many one that their engine holds elsewhere."""
+        inside = sum(engine.num_held() for engine in self.engines if engine.holds_inside)
+        return sum(parameter.grad is not None for parameter in self.parameters), inside
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -128,10 +170,18 @@ class OpenWindow:
             self._active, size=self.size, last=last, table=table, done=lambda summed: done(self._rows(summed, row))
         )
 
-    def reduce(self, *, more: bool = False, filled: bool = False) -> list[Row]:
-        """Synchronise what is held, without a backward, with whatever the other ranks do on this window."""
-        row = self._row(more=more, filled=filled)
-        return self._rows(reduce(self._active, self._table(row)), row) or []
+    def reduce(
+        self, *, more: bool = False, filled: bool = False, called: bool = True, told: bool = True
+    ) -> list[Row]:
+        """Synchronise what is held, without a backward, with whatever the other ranks do on this window.
+
+        Not `told`: the caller tells the ranks itself what this one brings.
+        """
+        row = self._row(more=more, filled=filled, called=called)
+        summed = reduce(self._active, () if self._tell_after else self._table(row))
+        if not told:
+            return []
+        return self.tell(row) if self._tell_after else self._rows(summed, row) or []
 
     def share_buffers(self, source: int) -> None:
         """Make the buffers of all ranks those of rank `source`. Collective where there are any."""
@@ -143,11 +193,15 @@ class OpenWindow:
         return 1.0 if rows is None else factor(rows, self.size)
 
     def discard(self) -> None:
+        """Drop what is accumulated, inside the engines too, and begin to count anew."""
+        self.drop_gradients()
+        self._clear()
+
+    def drop_gradients(self) -> None:
         """Drop what is accumulated, inside the engines too."""
         for engine in self.engines:
             engine.discard()
         discard(self.parameters)
-        self._clear()
 
     def state_dict(self, names: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         """What came so far on this rank: counts, losses, and the held gradients by the parameters' `names`."""
@@ -211,9 +265,9 @@ class OpenWindow:
             return [row]
         return decode(summed) if summed else None
 
-    def _row(self, *, more: bool, filled: bool = False) -> Row:
+    def _row(self, *, more: bool, filled: bool = False, called: bool = True) -> Row:
         count = None if self.count is None else float(self.count)
-        return Row(self.num_micro_batches, count, more=more, filled=filled)
+        return Row(self.num_micro_batches, count, more=more, filled=filled, called=called)
 
     def _table(self, row: Row) -> list[float]:
         return encode(row, self.rank, self.num_ranks)

@@ -102,6 +102,7 @@ class _Loop:
         for number in count():
             size = window_size(self._steps, number)
             self._window.open(size)
+            self._window.share_buffers(0)
             for index in range(size):
                 step = MicroStep(index, number, size, index + 1 == size, replay=False, _loop=self)
                 yield from self._place(step, step)
@@ -116,7 +117,8 @@ class _Loop:
             if source is None:
                 return
             size = window_size(self._steps, number)
-            self._window.open(size, source)
+            self._window.open(size)
+            self._window.share_buffers(source)
             for index in range(size):
                 if upcoming is None:
                     break

@@ -29,6 +29,8 @@ class Row:
     count: float | None  # what its LossSums were sums over; None if its losses were means
     more: bool  # whether it may have a micro-batch in the next window
     filled: bool = False  # whether it had its full share of calls, dropped ones included
+    void: bool = False  # whether a backward failed, so that all ranks must drop the window
+    called: bool = True  # whether it had any call, dropped ones included
 
 
 def encode(row: Row, rank: int, num_ranks: int) -> list[float]:
@@ -41,7 +43,8 @@ def encode(row: Row, rank: int, num_ranks: int) -> list[float]:
         chunks.append(float(int(fraction)))
         fraction -= int(fraction)
     table[TABLE_WIDTH * rank : TABLE_WIDTH * (rank + 1)] = [
-        row.num_micro_batches, row.more + 2 * row.filled, exponent, *chunks
+        row.num_micro_batches, row.more + 2 * row.filled + 4 * row.void + 8 * row.called,
+        exponent, *chunks,
     ]  # fmt: skip
     return table
 
@@ -50,20 +53,24 @@ def decode(table: Sequence[float]) -> list[Row]:
     """All ranks' rows.
 
     >>> decode(encode(Row(4, 0.1, more=True), rank=0, num_ranks=1))
-    [Row(num_micro_batches=4, count=0.1, more=True, filled=False)]
+    [Row(num_micro_batches=4, count=0.1, more=True, filled=False, void=False, called=True)]
     """
     rows = []
     for start in range(0, len(table), TABLE_WIDTH):
         num, flags, exponent, *chunks = table[start : start + TABLE_WIDTH]
         fraction = sum(chunk / _CHUNK**place for place, chunk in enumerate(chunks, start=1))
         count = None if exponent == _NO_COUNT else math.ldexp(fraction, int(exponent))
-        rows.append(Row(int(num), count, more=bool(int(flags) & 1), filled=bool(int(flags) & 2)))
+        said = int(flags)
+        flag = {name: bool(said & bit) for name, bit in (("more", 1), ("filled", 2), ("void", 4), ("called", 8))}
+        rows.append(Row(int(num), count, **flag))
     return rows
 
 
 def factor(rows: Sequence[Row], planned: int) -> float | None:
     """What to multiply the engine's average by; None if the window holds nothing to average, and makes no update."""
     came = [(rank, row) for rank, row in enumerate(rows) if row.num_micro_batches]
+    if any(row.void for row in rows):
+        return None
     kinds = {row.count is None for _, row in came}
     if len(kinds) > 1:
         raise GradSyncError(
