@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 from gradsync._errors import GradSyncError
 from gradsync._guards import ForwardWatch, GradientWatch, StepGuard, check_replays, check_sync_batchnorm
 from gradsync._progress import ClosedLosses, Progress
+from gradsync._state import OR_WITHOUT_IT, check_steps_of, unwrapped
 from gradsync.engines import attach, find, rest
 from gradsync.functional._agreement import agree_on_model, insist, meet
 from gradsync.functional._bystanders import Bystanders
 from gradsync.functional._loss import LossSum, detach, find_loss
+from gradsync.functional._lost import WaitingFor, is_lost, lost
 from gradsync.functional._micro_batch import named_range
 from gradsync.functional._open_window import OpenWindow
 from gradsync.functional._tally import Row
@@ -20,10 +22,11 @@ from gradsync.functional._update import check_steppable, owned, update
 from gradsync.functional._window import window_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from torch import nn
+    from torch.amp import GradScaler
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -59,7 +62,8 @@ class Accumulation:
         self._shared = False  # whether the buffers of all ranks were made equal for the coming window
         self._watch = GradientWatch()
         self._last_call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
-        self._spoiled = False  # whether a backward failed in this window, so that all ranks must drop it
+        self._scaler: weakref.ref[GradScaler] | None = None
+        self._resumed_scale: float | None = None  # that of the gradients which a loaded state brought
         self._stepped = False
         self._grad_norm: torch.Tensor | None = None
         self._losses: ClosedLosses | None = None
@@ -116,8 +120,10 @@ class Accumulation:
         self._ids = frozenset(map(id, parameters))
         self._unowned = [parameter for parameter in parameters if id(parameter) not in mine]
         bystanders = Bystanders([p for model in watching for p in model.parameters()], find(watching))
+        with WaitingFor(lambda: f"the first call of {self.name}, which makes the models equal"):
+            engines = attach(trained, agree_on_model)
         self._window = OpenWindow(
-            attach(trained, agree_on_model),
+            engines,
             list(parameters),
             bystanders,
             shards=self._settings.sync == "shard",
@@ -147,10 +153,12 @@ class Accumulation:
         # Where ranks may run out at different times, one synchronisation a window is what they can count on.
         early = settings.sync == "each" and (feed is None or window.num_ranks == 1 or window.forward_communicates)
         rows: Sequence[Row] | None = None
+        synchronising = False
         self._running = True
         try:
             with window.hold, named_range("gradsync.sync" if last else "gradsync.hold"):
                 returned, loss = self._body(function, args, kwargs)
+                synchronising = True
                 weightless = loss is None and window.forward_communicates
                 if weightless:
                     loss = self._last_loss()
@@ -159,6 +167,7 @@ class Accumulation:
                 if weightless and loss is not None:
                     rows = window.replay(loss, last=last, filled=filled, called=True, early=early)
                 elif loss is not None:
+                    before = window.num_micro_batches
                     try:
                         rows = window.backward(
                             loss,
@@ -171,6 +180,10 @@ class Accumulation:
                         )
                     except settings.skip:
                         returned, loss, rows = None, None, self._spoil(last=last, more=more, filled=filled)
+                    except BaseException as error:
+                        if last and settings.skip and window.num_micro_batches > before and not is_lost(error):
+                            window.tell(window.spoiled(more=more, filled=filled))  # the others wait to hear of it
+                        raise
                 elif last:
                     rows = window.reduce(more=more, filled=filled)
             self._counts["micro_steps"] += 1
@@ -180,8 +193,10 @@ class Accumulation:
             else:
                 self._watch.remember(window.watchable)
                 self._stepped = False
-        except BaseException:
+        except BaseException as error:
             self.discard()
+            if synchronising and is_lost(error):
+                raise lost(error, self._gradients()) from error
             raise
         finally:
             self._running = False
@@ -219,9 +234,7 @@ class Accumulation:
         if self._window.forward_communicates:
             raise  # noqa: PLE0704 - called in the handler: a sharded backward that failed cannot be made up for
         self._counts["dropped"] += 1
-        self._spoiled = True
-        self._window.drop_gradients()
-        return self._window.tell(self._window.spoiled(more=more, filled=filled)) if last else None
+        return self._window.spoil(last=last, more=more, filled=filled)
 
     def _last_loss(self) -> torch.Tensor | LossSum:
         """Run the last call once more: its forward is what the other ranks wait for."""
@@ -246,22 +259,27 @@ class Accumulation:
         Returns whether there may be another. Collective where there are ranks.
         """
         window, settings = self._window, self._settings
-        if window.num_ranks == 1:
-            if self.index and settings.tail != "carry":
-                self._close(window.reduce(), flushing=False)
-            return self._end()
-        if self._met is not feed:
-            self._meet(feed, has_item=False)
-        if window.forward_communicates:
-            return self._finish_in_step()
-        if not any(self._may_have_more):
-            return self._end()
-        if self.index == 0:
-            self._open()
-        if not self._shared:
-            self._share_buffers(self._next_source())
-        self._close(self._reduce(), flushing=False)
-        return True
+        try:
+            if window.num_ranks == 1:
+                if self.index and settings.tail != "carry":
+                    self._close(window.reduce(), flushing=False)
+                return self._end()
+            if self._met is not feed:
+                self._meet(feed, has_item=False)
+            with WaitingFor(self._gradients):
+                if window.forward_communicates:
+                    return self._finish_in_step()
+                if not any(self._may_have_more):
+                    return self._end()
+                if self.index == 0:
+                    self._open()
+                if not self._shared:
+                    self._share_buffers(self._next_source())
+                self._close(self._reduce_tail(), flushing=False)
+                return True
+        except BaseException:
+            self.discard()
+            raise
 
     def _finish_in_step(self) -> bool:
         """Where forwards communicate: repeat the last call, as often as another rank runs one."""
@@ -294,10 +312,16 @@ class Accumulation:
         window = self._window
         with window.hold:
             self._agree(None)
-            if self._spoiled:
-                window.reduce(told=False)
-                return window.tell(window.spoiled(more=False, filled=False))
             return window.reduce(called=self.index > 0)
+
+    def _reduce_tail(self) -> list[Row]:
+        """The same at the end of the data, where `tail="carry"` may keep the window open: then each rank keeps its own."""
+        carry = self._settings.tail == "carry"
+        held = self._window.copy_gradients() if carry else {}
+        rows = self._reduce()
+        if carry and not any(row.filled for row in rows):
+            self._window.put_back(held)
+        return rows
 
     def flush(self) -> None:
         """Close the open window now. Collective."""
@@ -312,7 +336,8 @@ class Accumulation:
         if not self._shared:
             self._share_buffers(next(rank for rank, one in enumerate(said) if one["open"]))
         try:
-            self._close(self._reduce(), flushing=True)
+            with WaitingFor(self._gradients):
+                self._close(self._reduce(), flushing=True)
         except BaseException:
             self.discard()
             raise
@@ -321,7 +346,8 @@ class Accumulation:
         """Drop the open window and its gradients."""
         self._window.discard()
         self.index = 0
-        self._spoiled = self._stepped = False
+        self._stepped = False
+        self._resumed_scale = None
         self._watch.forget()
         _OPEN.discard(self)
 
@@ -334,45 +360,80 @@ class Accumulation:
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, and what the open window holds, as plain values and tensors."""
-        window = self._window
-        state: dict[str, Any] = {**self._counts, "index": self.index, "num_ranks": window.num_ranks}
+        names = self._names()
+        steps = self._settings.steps
+        state: dict[str, Any] = {
+            **self._counts,
+            "index": self.index,
+            "size": self._window.size,
+            "shared": self._shared,
+            "steps": steps if isinstance(steps, int) else None,
+            "num_ranks": self._window.num_ranks,
+            "parameters": {name: list(parameter.shape) for name, parameter in names.items()},
+        }
         if self.index:
-            state["open"] = window.state_dict(self._names())
+            state["open"] = {**self._window.state_dict(names), "spoiled": self._spoiled, "scale": self._scale()}
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state, after checking that it fits."""
-        window = self._window
-        if state["num_ranks"] != window.num_ranks:
-            raise GradSyncError(
-                f"A state of {self.name} can be loaded on as many ranks as it was saved on, {state['num_ranks']}, but "
-                f"there are {window.num_ranks}. Start that many, or call flush() before you save."
-            )
-        size = window_size(self._settings.steps, state["window"])
-        held = state.get("open")
-        if held is not None and held["size"] != size:
-            raise GradSyncError(
-                f"A state in the middle of a window needs the same steps, but it was saved with {held['size']} and "
-                f"{self.name} has {size}. Use the same number, or save at a boundary, where progress.index is 0."
-            )
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that `check_state` has found to fit. It does not communicate."""
         self.discard()
         self._counts = {key: state[key] for key in self._counts}
-        if held is not None:
+        self._shared = state["shared"]
+        if state["index"]:
             self._open()
-            window.load_state_dict(held, self._names(), self.name)
+            self._window.load_state_dict(state["open"], self._names())
+            self._spoiled, self._resumed_scale = state["open"]["spoiled"], state["open"]["scale"]
             self.index = state["index"]
-            self._watch.remember(window.watchable)
+            self._watch.remember(self._window.watchable)
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise if a state belongs to other models or ranks."""
+        names = self._names()
+        here = {name: list(parameter.shape) for name, parameter in names.items()}
+        check_steps_of(state, self.name, self._settings.steps)
+        if state["num_ranks"] != self._window.num_ranks:
+            raise GradSyncError(
+                f"A state of {self.name} can be loaded on as many ranks as it was saved on, {state['num_ranks']}, but "
+                f"there are {self._window.num_ranks}. Start that many{OR_WITHOUT_IT}"
+            )
+        if state["parameters"] != here:
+            odd = sorted(name for name, _ in state["parameters"].items() ^ here.items())
+            raise GradSyncError(
+                f"A state of {self.name} can be loaded for the parameters that it was saved for, names and shapes, but "
+                f"these differ in {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Call it with the same "
+                f"models and optimizers{OR_WITHOUT_IT}"
+            )
+
+    def _scale(self) -> float:
+        """What the held gradients are multiplied by."""
+        scaler = None if self._scaler is None else self._scaler()
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def _check_scale(self) -> None:
+        """Raise if gradients that were held in another process were scaled by another number than those from here."""
+        held, self._resumed_scale = self._resumed_scale, None
+        if held is not None and held != self._scale():
+            raise GradSyncError(
+                f"A window that is resumed in its middle needs the scaler that it began with, but the gradients in the "
+                f"state of {self.name} are scaled by {held:g}, and those since then by {self._scale():g}. Save "
+                "scaler.state_dict() in the same checkpoint, and load both."
+            )
 
     def _names(self) -> dict[str, nn.Parameter]:
+        """The parameters by their names: the same however the model is wrapped."""
         models = [model for ref in self._models if (model := ref()) is not None]
-        mine = {id(parameter) for parameter in self._window.parameters}
+        mine = {id(parameter): parameter for parameter in self._window.parameters}
         several = len(models) > 1
-        return {
-            f"{place}.{name}" if several else name: parameter
-            for place, model in enumerate(models)
-            for name, parameter in model.named_parameters()
-            if id(parameter) in mine
-        }
+        names: dict[str, nn.Parameter] = {}
+        for place, model in enumerate(models):
+            for name, parameter in unwrapped(model).named_parameters():
+                if id(parameter) in mine:
+                    names[f"{place}.{name}" if several else name] = parameter
+        for parameter in names.values():
+            mine.pop(id(parameter), None)
+        # What the optimizers have besides, in their order.
+        return names | {f"optimizer parameter {place}": parameter for place, parameter in enumerate(mine.values())}
 
     # -- a window ---------------------------------------------------------------------------------------------------
 
@@ -401,7 +462,8 @@ class Accumulation:
 
     def _share_buffers(self, source: int) -> None:
         """Once a window, however often this rank discards and begins it again: it is collective."""
-        self._window.share_buffers(source)
+        with WaitingFor(lambda: f"making the buffers equal for window {self._counts['window']} of {self.name}"):
+            self._window.share_buffers(source)
         self._shared = True
 
     def _close(self, rows: Sequence[Row] | None, *, flushing: bool) -> None:
@@ -414,9 +476,10 @@ class Accumulation:
             if not any(row.called for row in rows):
                 self.discard()  # the data ended at a boundary: this is no window
                 return
+        if self._resumed_scale is not None:
+            self._check_scale()
         filled = self.index >= window.size or (rows is not None and any(row.filled for row in rows))
         if not filled and settings.tail == "carry" and not flushing:
-            # Synchronised with what came so far, and kept: averaging equal parts again later changes nothing.
             self._watch.remember(window.watchable)
             return
         factor = window.factor(rows)
@@ -448,7 +511,6 @@ class Accumulation:
             self._shared = False
             self._counts["window"] += 1
             self._counts["updates" if stepped else "skipped"] += 1
-            self._spoiled = False
             self._watch.forget()
             self._stepped, self._grad_norm, self._losses = stepped, grad_norm, losses
 
@@ -468,13 +530,14 @@ class Accumulation:
 
     def _in_step(self, *, real: bool, more: bool) -> tuple[bool, bool]:
         """Where forwards communicate, ranks agree on each micro-batch: does nobody have more? does anybody run one?"""
-        rows = self._window.tell(Row(0, None, more=more, called=real))
+        with WaitingFor(self._gradients):
+            rows = self._window.tell(Row(0, None, more=more, called=real))
         return not any(row.more for row in rows), any(row.called for row in rows)
 
     def _meet(self, feed: Feed, *, has_item: bool) -> None:
         """Hear, at the first call or the end in an `.over`, which ranks have anything at all."""
         window = self._window
-        words = {"number of closed windows": self._counts["window"]}
+        words = {"number of closed windows": self._counts["window"], "place among its function's windows": self.order}
         said = meet(
             window.group,
             f"the data of {self.name}.over",
@@ -496,9 +559,14 @@ class Accumulation:
 
     def _end(self) -> bool:
         if self._uneven:
-            self._window.share_buffers(self._last_source)
+            with WaitingFor(lambda: f"making the buffers equal at the end of {self.name}.over"):
+                self._window.share_buffers(self._last_source)
         self._uneven = False
         return False
+
+    def _gradients(self) -> str:
+        """What ranks wait for each other with, in words."""
+        return f"synchronising the gradients of window {self._counts['window']} of {self.name}"
 
     def _agree(self, loss: torch.Tensor | LossSum | None) -> None:
         """Before the first synchronisation: nothing may differ that would make ranks wait for each other forever."""

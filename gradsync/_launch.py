@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync._leave import settle_gloo_workers
+from gradsync.engines import settle_all_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +54,7 @@ def process_group(backend: str | None = None) -> Iterator[World]:
             yield World(0, 1, local_rank, device)
     finally:
         if mine and dist.is_initialized():
-            settle_gloo_workers()
+            settle_all_groups()
             dist.destroy_process_group()
 
 

@@ -38,7 +38,8 @@ class Windows:
         self._order = itertools.count()
         self._latest: dict[Key, weakref.ref[Accumulation]] = {}
         self._feeds: dict[Key, Feed] = {}
-        self._loaded: list[dict[str, Any]] = []  # states that wait for their window's first call
+        self._loaded: dict[Key, list[dict[str, Any]]] = {}  # states that wait for their window's first call
+        self._loaded_latest: dict[Key, int] = {}  # and which of these was called last
 
     def call(
         self, function: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -95,24 +96,35 @@ class Windows:
         """Of the window that was called last."""
         ref = self._latest.get(key)
         accumulation = None if ref is None else ref()
-        return Progress() if accumulation is None else accumulation.progress
+        if accumulation is not None:
+            return accumulation.progress
+        waiting, latest = self._loaded.get(key), self._loaded_latest.get(key, -1)
+        return progress_in(waiting[latest]) if waiting else Progress()
 
     def state_dict(self, key: Key) -> dict[str, Any]:
-        """All windows' states, in the order of their first call."""
-        return {"version": 1, "windows": [*(one.state_dict() for one in self._all(key)), *self._loaded]}
+        """All windows' states, in the order of their first call, and which of them was called last."""
+        ref, called, waiting = self._latest.get(key), self._all(key), self._loaded.get(key, [])
+        latest = len(called) + self._loaded_latest.get(key, -1) if ref is None else called.index(ref())
+        return {"version": VERSION, "windows": [*(one.state_dict() for one in called), *waiting], "latest": latest}
 
-    def load_state_dict(self, state: dict[str, Any], key: Key) -> None:
-        """Put the states back; those of windows that are yet to be called wait for them."""
-        if state.get("version") != 1:
-            raise ValueError(
-                f"load_state_dict needs what state_dict of a decorated function returned, version 1, but what came has "
-                f"version {state.get('version')!r}."
-            )
-        states = list(state["windows"])
-        for accumulation in self._all(key):
-            if states:
-                accumulation.load_state_dict(states.pop(0))
-        self._loaded = states
+    def load_state_dict(self, state: dict[str, Any], instance: object) -> None:
+        """Put the states back; those of windows that are yet to be called wait for them.
+
+        All are checked before any is loaded. A window that was called here, but not before the state was saved,
+        begins anew.
+        """
+        key = None if instance is None else id(instance)
+        states, called = windows_in(state), self._all(key)
+        for accumulation, one in zip(called, states, strict=False):
+            accumulation.check_state(one)
+        for one in states[len(called) :]:
+            check_steps_of(one, self._name, self._settings.steps)
+        for accumulation in called:
+            accumulation.discard()  # all of them first: one may have open what another is to open now
+        for accumulation, one in itertools.zip_longest(called, states[: len(called)]):
+            accumulation.begin_anew() if one is None else accumulation.load_state_dict(one)
+        self._loaded[key], self._loaded_latest[key] = states[len(called) :], state["latest"] - len(called)
+        ...
 
     def warn_if_open(self) -> None:
         """At the function's end, or the program's."""

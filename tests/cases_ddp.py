@@ -520,7 +520,7 @@ def endless_sync_every() -> None:
     assert_equal_updates(optimizer.seen, [e + e for e in expected])
 
 
-def failing_backward(where: int) -> None:
+def failing_backward(where: int, fails: list) -> None:
     """A backward that fails at the boundary completes its collectives; the next window is right on every rank."""
     rank = dist.get_rank()
     for wrap in (lambda m: m, DDP):
@@ -543,15 +543,15 @@ def failing_backward(where: int) -> None:
         @accumulating(steps=2)
         def step(model, optimizer, x, armed):
             inner = model.module if isinstance(model, DDP) else model
-            y = inner[0](x)
+            y = inner[0](Trap.apply(x.requires_grad_(), armed and where == 2))
             y = Trap.apply(y, armed and where == 0)
             y = inner[2](inner[1](y))
             return Trap.apply(y, armed and where == 1).square().mean()
 
-        for attempt in range(3):
+        for attempt in range(4):
             for i in range(2):
                 try:
-                    step(home, optimizer, micro_batch(rank, i), rank == 1 and attempt == 0 and i == 1)
+                    step(home, optimizer, micro_batch(rank, i), rank == 1 and attempt in fails and i == 1)
                 except ZeroDivisionError:
                     assert all(p.grad is None for p in model.parameters())
         twin = small_model()
@@ -624,3 +624,37 @@ def empty_rank_unknown(everywhere: bool) -> str:
     except gradsync.GradSyncError as error:
         return str(error)
     return "no error"
+
+
+def spoiled(bad: list) -> None:
+    """A type in `skip` that comes out of a backward: every rank drops that window, and the next one is right."""
+    rank = dist.get_rank()
+
+    class Trap(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, armed):
+            ctx.armed = armed
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            if ctx.armed:
+                raise torch.OutOfMemoryError("pretended")
+            return g, None
+
+    for wrap in (lambda m: m, DDP):
+        model = small_model()
+        home = wrap(model)
+        optimizer = Recorder(model.parameters())
+
+        @accumulating(steps=3, skip=torch.OutOfMemoryError)
+        def step(model, optimizer, i):
+            return mean_loss(model, Trap.apply(micro_batch(rank, i).requires_grad_(), [rank, i] == bad))
+
+        for i in step.over(range(7)):
+            assert (step(home, optimizer, i) is None) == ([rank, i] == bad)
+        windows = [w for w in cut([7, 7], 3) if tuple(bad) not in w]
+        expected, _ = train(small_model(), windows, window_mean)
+        assert_equal_updates(optimizer.seen, expected)
+        assert step.progress.skipped == 1 and step.progress.window == 3
+        assert step.progress.dropped == (rank == bad[0])

@@ -503,6 +503,13 @@ def test_counts_may_be_ints_floats_and_tensors_and_zero(count):
     assert step.progress.skipped == 1 and step.progress.window == 2
 
 
+def test_counts_of_zero_in_sync_every_leave_no_gradient():
+    model = small_model()
+    for step, x in gradsync.sync_every(model, 2, [micro_batch(0, i) for i in range(2)]):
+        step.backward(sum_loss(model, x) * 0, count=0)
+    assert all(p.grad is None for p in model.parameters())
+
+
 # -- the boundary -------------------------------------------------------------------------------------------------
 
 

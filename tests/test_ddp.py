@@ -87,14 +87,21 @@ def test_leaving_sync_every(ranks, how):
     ranks(2).run(CASES + "leaving_sync_every", how)
 
 
-@pytest.mark.parametrize("where", [0, 1])
-def test_a_failing_boundary_completes_its_collectives(ranks, where):
-    ranks(2).run(CASES + "failing_backward", where)
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("fails", [[0], [1], [0, 1]])
+def test_a_failing_boundary_completes_its_collectives(ranks, where, fails):
+    """It fails in the middle, at the very first gradient, or after the last; before buckets are ordered, and after."""
+    ranks(2).run(CASES + "failing_backward", where, fails)
 
 
 @pytest.mark.parametrize("bad", [[[0, 1]], [[1, 2]], [[0, 2], [1, 5]], [[0, 0], [0, 1], [0, 2]], [[1, 7]], [[0, 6], [0, 7]]])
 def test_skipped_micro_batches(ranks, bad):
     ranks(2).run(CASES + "skipping", bad)
+
+
+@pytest.mark.parametrize("bad", [[0, 0], [1, 1], [0, 2], [1, 5], [1, 6]])
+def test_a_skipped_type_out_of_a_backward_drops_the_window_everywhere(ranks, bad):
+    ranks(2).run(CASES + "spoiled", bad)
 
 
 @pytest.mark.parametrize(

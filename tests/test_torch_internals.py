@@ -27,7 +27,7 @@ def ddp():
 REDUCER = [
     "prepare_for_forward", "prepare_for_backward", "get_backward_stats", "_rebuild_buckets", "_check_reducer_finalized",
     "_delay_all_reduce", "_get_local_used_map", "_get_zeros_like_grad_buckets", "_run_comm_hook", "_remove_autograd_hooks",
-    "_set_static_graph", "_push_all_rebuilt_params",
+    "_set_static_graph", "_push_all_rebuilt_params", "_reset_state",
 ]  # fmt: skip
 
 

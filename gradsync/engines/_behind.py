@@ -73,6 +73,9 @@ class BehindEngine(DDPEngine):
     def settle(self, table: Table = ()) -> Table | None:
         return self._close(table, rest=None)
 
+    def abort(self, table: Table = ()) -> Table | None:
+        return self._close(table, rest=None)  # the ledger, last of all, is still to come: nothing can have been lost
+
     def reduce(self, table: Table = ()) -> Table | None:
         self.arm(None)
         return self._close(table, rest=self._reduced[1:])

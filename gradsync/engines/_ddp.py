@@ -8,13 +8,14 @@ and their hooks reach the reducer.
 All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/test_torch_internals.py`
 fails when it changes): `ddp.reducer` with `prepare_for_forward`, `prepare_for_backward`, `_rebuild_buckets`,
 `get_backward_stats`, `_check_reducer_finalized`, `_delay_all_reduce`, `_get_local_used_map`,
-`_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_run_comm_hook`; and the attributes of DDP that are named
+`_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_reset_state`, `_run_comm_hook`; and the attributes of DDP that are named
 below.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from gradsync.engines._protocol import Table
+
+# Seconds for reductions that nobody can wait for any more: torch keeps their futures to itself, and a late one would
+# write into the buckets of the next. All ranks have begun them, and a worker needs the GIL, which sleeping gives up.
+_LOST_REDUCTION = 0.2
+
 
 class _Touch(torch.autograd.Function):
     """Runs the gradient hooks of parameters without a gradient.
@@ -136,9 +142,26 @@ class DDPEngine(Engine):
         never_used = [] if searched else [parameter for parameter in missing if parameter.grad is None]
         if missing:
             self._touch(missing).backward()
-        reducer._rebuild_buckets()
+        self._rebuild_buckets()
         if never_used:
             raise GradSyncError(_unused_message(self.named_parameters(), never_used))
+        return None
+
+    def abort(self, table: Table = ()) -> Table | None:
+        reducer = self._ddp.reducer
+        if self._ddp.static_graph and not self._stats_before:
+            reducer._delay_all_reduce()  # its first reduction, which was queued for the end of the backward
+            return None
+        if reducer.get_backward_stats() == self._stats_before:
+            return self.reduce(table)
+        try:
+            missing = self._unready()
+        except RuntimeError:
+            self._forget_reduction()
+            return None
+        if missing:
+            self._touch(missing).backward()
+        self._rebuild_buckets()
         return None
 
     def reduce(self, table: Table = ()) -> Table | None:
@@ -149,8 +172,7 @@ class DDPEngine(Engine):
         reducer.prepare_for_forward()
         reducer.prepare_for_backward(self._outputs(nothing))
         nothing.backward()
-        # DDP would do this in its next forward, which another rank may never run.
-        reducer._rebuild_buckets()
+        self._rebuild_buckets()
         return None
 
     # -- the reducer ----------------------------------------------------------------------------------------------
@@ -213,7 +235,31 @@ class DDPEngine(Engine):
         self._ddp.__dict__["_gradsync_reductions"] = self._ddp.__dict__.get("_gradsync_reductions", 0) + 1  # for audit
         # The ranks in a real backward rebuild their buckets after this one, if they have not yet.
         self._ddp.reducer._push_all_rebuilt_params()
-        self._ddp.reducer._rebuild_buckets()
+        self._rebuild_buckets()
+
+    def _rebuild_buckets(self) -> None:
+        """Order the buckets after the first reduction, as DDP does in its next forward: other ranks may run none."""
+        if "_gradsync_keeps_buckets" in self._ddp.__dict__:
+            self._ddp.reducer._reset_state()
+        elif self._ddp.reducer._rebuild_buckets():
+            self._ddp._has_rebuilt_buckets = True
+
+    def _forget_reduction(self) -> None:
+        """A backward failed after the last gradient had left: what the reducer had queued for its end is lost.
+
+        Its state can only be reset as a whole. It then wants to order its buckets anew, with all ranks, which have no
+        reason to; so these are ordered now if that is due on all, and else kept as they are.
+        """
+        reducer = self._ddp.reducer
+        time.sleep(_LOST_REDUCTION)
+        reducer._reset_state()
+        if self._ddp.find_unused_parameters and not self._ddp.static_graph:
+            return  # such a reducer never orders its buckets
+        if self._ddp._has_rebuilt_buckets:
+            self._ddp.__dict__["_gradsync_keeps_buckets"] = True
+        else:
+            reducer._push_all_rebuilt_params()
+            self._rebuild_buckets()
 
     def _rebuild_reducer(self) -> None:
         """A reducer for the parameters that are trainable now, with the user's communication hooks."""
@@ -221,6 +267,8 @@ class DDPEngine(Engine):
         kind, _, name = ddp._get_ddp_logging_data().get("comm_hook", "").partition(".")
         builtin = name if kind == "BuiltinCommHookType" else None  # DDP itself keeps only those written in Python
         ddp.reducer._remove_autograd_hooks()
+        ddp.__dict__.pop("_gradsync_keeps_buckets", None)
+        ddp._has_rebuilt_buckets = False
         parameters, sparse = ddp._build_params_for_reducer()
         ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
         if ddp.static_graph:

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 def _maker(where: str, name: str) -> Callable[[Any], Engine]:
     """An engine of this package, imported as the first is made: torch.distributed.fsdp alone takes seconds."""
-    return lambda module: getattr(import_module(f"gradsync.engines.{where}"), name)(module)
+
+    def make(module: nn.Module) -> Engine:
+        engine: Engine = getattr(import_module(f"gradsync.engines.{where}"), name)(module)
+        return engine
+
+    return make
 
 
 # What makes the engine for a module of some class: by the class's name for those whose import is put off, and by the
@@ -109,7 +114,7 @@ def _walk(models: Iterable[nn.Module]) -> tuple[list[Engine], set[int]]:
 
 def _needs_engine(bare: Iterable[nn.Parameter]) -> bool:
     trainable = [parameter for parameter in bare if parameter.requires_grad]
-    meshes = {parameter.device_mesh for parameter in trainable if hasattr(parameter, "device_mesh")}
+    meshes: set[Any] = {getattr(parameter, "device_mesh", None) for parameter in trainable} - {None}
     if any(mesh.size() < dist.get_world_size() for mesh in meshes):
         raise GradSyncError(
             "Parameters that are DTensors of a part of the ranks need an engine that keeps the parts in step, but "
@@ -130,11 +135,12 @@ def _make_for(kind: type[nn.Module]) -> Callable[[Any], Engine] | None:
 
 
 def _refuse_unknown(module: nn.Module) -> None:
-    # Every wrapper that synchronises gradients has one of these; Fabric's and Accelerate's only hold a DDP, found below.
+    # A wrapper that synchronises gradients has one of these; Fabric's and Accelerate's only hold a DDP, found below.
     kind = type(module)
     if kind.__module__.startswith("lightning"):
         return
-    if hasattr(kind, "no_sync") or hasattr(kind, "set_requires_gradient_sync") or kind.__module__.split(".")[0] in {"deepspeed", "horovod", "megatron"}:
+    switches = hasattr(kind, "no_sync") or hasattr(kind, "set_requires_gradient_sync")
+    if switches or kind.__module__.split(".")[0] in {"deepspeed", "horovod", "megatron"}:
         raise GradSyncError(
             f"gradsync has to hold back the synchronisation of every engine in the model, but it does not know "
             f"{kind.__module__}.{kind.__qualname__}. Teach it with "

@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, _runtime_utils
-from torch.distributed.fsdp._common_utils import TrainingState
-from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleTrainingState
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
 from gradsync._errors import GradSyncError
 from gradsync.engines._protocol import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
 
     from gradsync.engines._protocol import Table
 
@@ -39,15 +40,18 @@ class FSDP1Engine(Engine):
     holds_inside = True
 
     def __init__(self, module: FullyShardedDataParallel) -> None:
-        self._root = module
-        self.modules = [one for one in module.modules() if isinstance(one, FullyShardedDataParallel)]
-        handles: list[FlatParamHandle | None] = [one._handle for one in self.modules]
-        self._handles = [handle for handle in handles if handle is not None]
+        # Any, because nn.Module types all attributes of its own as tensors or modules.
+        self._root: Any = module
+        self._instances: list[Any] = [one for one in module.modules() if isinstance(one, FullyShardedDataParallel)]
+        self._owners: dict[FlatParamHandle, Any] = {one._handle: one for one in self._instances if one._handle}
+        self.modules = self._instances
+        self._handles = list(self._owners)
         self._hybrid = module.sharding_strategy in _HYBRID
         if any(handle.uses_sharded_strategy for handle in self._handles):
             self.shard_group = module.process_group
         self._mesh_group: dist.ProcessGroup | None = None
         self._held: dict[FlatParamHandle, tuple[torch.Tensor, int]] = {}
+        assert module.process_group is not None, "it has been wrapped"
         super().__init__(
             module.process_group,
             [p for handle in self._handles for p in (handle.flat_param._params or [handle.flat_param])],
@@ -64,18 +68,13 @@ class FSDP1Engine(Engine):
     def leaves(self) -> Sequence[torch.Tensor]:
         return [handle.flat_param for handle in self._handles]
 
-    def rest(self) -> None:
-        if self._root._is_root is None:
-            return  # no forward has been
-        for module in self.modules:
-            handle = module._handle
-            if handle and handle.uses_sharded_strategy and handle._training_state is HandleTrainingState.IDLE:
-                _runtime_utils._reshard(module, handle, True)
+    def num_held(self) -> int:
+        return sum(parameter.grad is not None for parameter in self.parameters)
 
     # -- micro-batch ----------------------------------------------------------------------------------------------
 
     def hold(self) -> list[bool]:
-        return self._switch([False] * len(self.modules))
+        return self._switch([False] * len(self._instances))
 
     def restore(self, found: list[bool]) -> None:
         self._switch(found)
@@ -83,7 +82,7 @@ class FSDP1Engine(Engine):
     # -- boundary -------------------------------------------------------------------------------------------------
 
     def arm(self, loss: torch.Tensor | None) -> None:  # noqa: ARG002 - whatever reaches a flat parameter reduces it
-        self._switch([True] * len(self.modules))
+        self._switch([True] * len(self._instances))
         self._held = {}
         for handle in self._handles:
             if handle.flat_param.grad is not None:
@@ -117,18 +116,23 @@ class FSDP1Engine(Engine):
                 parameter.grad = None
             if hasattr(flat, "_saved_grad_shard"):
                 del flat._saved_grad_shard
-        if self._root._is_root and self._is_under_way():
+        if not self._root._is_root:
+            return  # no forward has been, or another root is above
+        for handle, owner in self._owners.items():  # which FSDP itself does not do without sharding
+            _runtime_utils._reshard(owner, handle, handle.uses_sharded_strategy)
+        if self._is_under_way():
             self._end_backward()
-        self.rest()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _reduce_held(self, handle: FlatParamHandle) -> None:
         """What the end of a handle's backward does to its gradient."""
-        module, flat = next(one for one in self.modules if one._handle is handle), handle.flat_param
+        module, flat = self._owners[handle], handle.flat_param
+        assert flat.grad is not None, "held"
         device, stream = module._device_handle, module._post_backward_stream
         states = module.training_state, handle._training_state
-        module.training_state, handle._training_state = TrainingState.FORWARD_BACKWARD, HandleTrainingState.BACKWARD_POST
+        module.training_state = TrainingState.FORWARD_BACKWARD
+        handle._training_state = HandleTrainingState.BACKWARD_POST
         stream.wait_stream(device.current_stream())
         with torch.no_grad(), device.stream(stream):
             if flat.grad.dtype != handle._reduce_dtype and not _runtime_utils._low_precision_hook_enabled(module):
@@ -147,7 +151,7 @@ class FSDP1Engine(Engine):
     def _switch(self, flags: Sequence[bool]) -> list[bool]:
         # Written through __dict__: nn.Module.__setattr__ costs 1.7 us.
         found: list[bool] = []
-        for module, flag in zip(self.modules, flags, strict=True):
+        for module, flag in zip(self._instances, flags, strict=True):
             state: dict[str, Any] = module.__dict__
             found.append(state["_sync_gradients"])
             state["_sync_gradients"] = flag
@@ -171,13 +175,13 @@ class FSDP1Engine(Engine):
             handle.flat_param.grad = None
 
 
-def _whole_group(module: FullyShardedDataParallel) -> dist.ProcessGroup:
+def _whole_group(module: Any) -> dist.ProcessGroup:
     """The group of both of a hybrid's dimensions."""
     ranks = range(dist.get_world_size())
     if module.process_group.size() * module._inter_node_pg.size() == len(ranks):
         assert dist.group.WORLD is not None, "initialised"
         return dist.group.WORLD
     raise GradSyncError(
-        "gradsync knows a hybrid-sharded FullyShardedDataParallel only where it spans all ranks, but this one spans "
-        f"{module.process_group.size()} x {module._inter_node_pg.size()} of {len(ranks)}. Use fully_shard on a 2-D mesh."
+        "A hybrid-sharded FullyShardedDataParallel must span all ranks, to be averaged over them, but this one spans "
+        f"{module.process_group.size()} x {module._inter_node_pg.size()} of {len(ranks)}. Use fully_shard on a mesh."
     )

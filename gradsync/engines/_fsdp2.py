@@ -17,6 +17,8 @@ fails when it changes):
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +56,9 @@ class FSDP2Engine(Engine):
         self._undo: list[_Undo] = []
         self._mesh_group: dist.ProcessGroup | None = None
         self._complete = False
+        self._watches: list[Any] = []
+        weakref.finalize(self, _remove, self._watches).atexit = False  # hooks go with the engine, not with the model
+        self._used: set[FSDPParam] | None = None  # in this window on this rank; None where it need not be known
         super().__init__(_one_dimension(self._groups), [param.sharded_param for param in self._params])
 
     @property
@@ -68,11 +73,23 @@ class FSDP2Engine(Engine):
         self._make_unsharded(self._params)
         return [param._unsharded_param for param in self._params]
 
+    def num_held(self) -> int:
+        return sum(group._partial_reduce_output is not None for group in self._groups) + sum(
+            param.unsharded_accumulated_grad is not None
+            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
+            for param in self._params
+        )
+
     def rest(self) -> None:
         self._recover()
         for group in self._groups:
             if not group.is_sharded and group._training_state is TrainingState.IDLE:
                 group._to_sharded()
+
+    def trainable(self) -> bool:
+        if self._used is not None:
+            self._watch_use()
+        return super().trainable()
 
     def open(self, source: int) -> None:  # noqa: ARG002 - FSDP leaves buffers to their rank
         if self._complete:
@@ -98,7 +115,10 @@ class FSDP2Engine(Engine):
 
     def hold_shards(self) -> tuple[list[bool], int]:
         found = self.hold()
-        # What is reduced in part keeps the layout of its first micro-batch, so that all must have the same parameters.
+        if self._used is None:
+            self._watch_use()
+        # What is reduced in part keeps the layout of its first micro-batch, so that each must have all parameters, with
+        # zeros for those that it did not use.
         self._switch(
             (group for group in self._groups if isinstance(group.mesh_info, FSDPMeshInfo)),
             reduce_grads=True, all_reduce_grads=False, reduce_scatter_unused_params=True,
@@ -120,8 +140,9 @@ class FSDP2Engine(Engine):
         self._switch(self._groups, reduce_grads=True, all_reduce_grads=True, reshard_after_backward=True)
 
     def settle(self, table: Table = ()) -> Table | None:  # noqa: ARG002 - carries none
-        if self._holds():  # modules that only earlier micro-batches used, below another root than this backward's
+        if self.num_held():  # modules that only earlier micro-batches used, below another root than this backward's
             self._finish()
+        self._drop_unused()
         return None
 
     def abort(self, table: Table = ()) -> Table | None:  # noqa: ARG002
@@ -139,9 +160,12 @@ class FSDP2Engine(Engine):
         finally:
             while len(self._undo) > depth:
                 _put_back(self._undo.pop())
+        self._drop_unused()
         return None
 
     def discard(self) -> None:
+        if self._used is not None:
+            self._used.clear()
         for param in self._params:
             param.unsharded_accumulated_grad = None
             param.sharded_param.grad = None
@@ -162,17 +186,10 @@ class FSDP2Engine(Engine):
             and all(state._training_state is TrainingState.IDLE for state in self._states)
         ):
             return
-        kept = [(g, g._partial_reduce_output) for state in context.all_states for g in state._fsdp_param_groups]
+        partly = [(g, g._partial_reduce_output) for state in context.all_states for g in state._fsdp_param_groups]
         next((state for state in context.all_states if state._is_root), self._states[0])._reset_iter_state()
-        for group, partial in kept:
-            group._partial_reduce_output = partial
-
-    def _holds(self) -> bool:
-        return any(group._partial_reduce_output is not None for group in self._groups) or any(
-            param.unsharded_accumulated_grad is not None
-            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
-            for param in self._params
-        )
+        for group, output in partly:
+            group._partial_reduce_output = output
 
     def _finish(self) -> None:
         """What ends each backward: the groups that hold something reduce it, and all is put away."""
@@ -185,6 +202,27 @@ class FSDP2Engine(Engine):
             state._root_post_backward_final_callback()
         finally:
             _put_back(self._undo.pop())
+
+    def _watch_use(self) -> None:
+        """Note which parameters a backward uses, those too that have become trainable."""
+        self._used = set()
+        _remove(self._watches)
+        for leaf, param in zip(self.leaves, self._params, strict=True):
+            leaf.requires_grad_(param.sharded_param.requires_grad)
+            if leaf.requires_grad:
+                self._watches.append(leaf.register_post_accumulate_grad_hook(partial(_note, self._used, param)))
+
+    def _drop_unused(self) -> None:
+        """No gradient where no rank used the parameter, instead of those zeros; the ranks have to ask each other."""
+        if self._used is None:
+            return
+        used = torch.tensor([param in self._used for param in self._params], dtype=torch.uint8)
+        used = used.to(self._groups[0].device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
+        for param, anywhere in zip(self._params, used.tolist(), strict=True):
+            if not anywhere:
+                param.sharded_param.grad = None
+        self._used.clear()
 
     def _make_unsharded(self, params: Iterable[FSDPParam]) -> None:
         """What a first gather would make, without its data."""
@@ -207,6 +245,15 @@ class FSDP2Engine(Engine):
             undo.append((group, {name: getattr(group, name) for name in flags}))
             group.__dict__.update(flags)
         self._undo.append(undo)
+
+
+def _remove(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()
+
+
+def _note(used: set[FSDPParam], param: FSDPParam, _: torch.Tensor) -> None:
+    used.add(param)
 
 
 def _put_back(undo: _Undo) -> None:
@@ -234,4 +281,6 @@ def _whole_group(groups: Sequence[FSDPParamGroup]) -> dist.ProcessGroup | None:
     ranks = sorted(info.mesh.mesh.flatten().tolist())
     if ranks == list(range(dist.get_world_size())):
         return dist.group.WORLD
-    return dist.new_group(ranks, use_local_synchronization=True)
+    made = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
+    return made

@@ -55,6 +55,10 @@ class Engine:
         """Where gradients arrive in a backward, for hooks; other tensors than `parameters` where these are gathered."""
         return self.parameters
 
+    def num_held(self) -> int:
+        """How many parameters have a gradient that is not synchronised, where the engine keeps those itself."""
+        return 0
+
     def rest(self) -> None:
         """Put away what a forward has gathered, so that the module's parameters are its optimizer's."""
 

@@ -6,17 +6,22 @@ import hashlib
 import json
 import math
 import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # TimeoutError itself only since Python 3.11
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from threading import Thread
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
+
+T = TypeVar("T")
 
 _SLICE = timedelta(seconds=1)
 
@@ -29,14 +34,7 @@ def meet(group: dist.ProcessGroup | None, topic: str, saying: Mapping[str, Any])
     """
     if group is None or group.size() == 1:
         return [dict(saying)]
-    store, rank = group.get_group_store(), group.rank()
-    number = store.add(f"gradsync/{rank}", 1)
-    store.set(f"gradsync/{number}/{rank}", json.dumps([topic, dict(saying)]))
-    keys = [f"gradsync/{number}/{other}" for other in range(group.size())]
-    _wait(store, keys, group, topic)
-    said = [json.loads(store.get(key)) for key in keys]
-    if number > 1:
-        store.delete_key(f"gradsync/{number - 1}/{rank}")  # all are here, so all have read the one before
+    said = _at_the_store(group, topic, lambda: _exchange_words(group, topic, dict(saying)))
     if any(other != topic for other, _ in said):
         raise GradSyncError(
             "All ranks must do the same thing at the same time, but they are at different places: "
@@ -78,23 +76,70 @@ def nothing_here(name: str) -> None:
         return
     group = dist.group.WORLD
     assert group is not None, "initialised"
-    store, rank = group.get_group_store(), group.rank()
-    mine = store.add(f"gradsync/empty/{rank}", 1)
-    limit = time.monotonic() + _timeout(group)
-    while time.monotonic() < limit:
-        everybody = all(store.add(f"gradsync/empty/{other}", 0) >= mine for other in range(group.size()))
-        if store.add(f"gradsync/needed/{rank}", 0) >= mine:  # said before the one who says it counts itself in
-            break
-        if everybody:
-            return
-        time.sleep(0.05)
-    raise GradSyncError(_EMPTY.format(name=name, ranks=rank))
+    if not _at_the_store(group, f"the data of {name}.over", lambda: _everybody_is_empty(group)):
+        raise GradSyncError(_EMPTY.format(name=name, ranks=group.rank()))
 
 
 _EMPTY = (
     "Every rank needs an item where the models are not known before the first call, but in {name}.over rank {ranks} "
     "had none. Name them: accumulating(..., model=..., optimizer=...), or give each rank an item."
 )
+
+
+def _at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) -> T:
+    """What `talk` returns, or an error soon after the group's time-out at the latest.
+
+    It runs in a thread of its own: on a link that is cut no operation of a TCPStore ever returns, whatever its own
+    time-out is (torch 2.13; its `wait` sends a cancellation and waits for the answer to that).
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(talk())
+        except BaseException as error:  # noqa: BLE001 - it goes on in the caller's thread
+            outcome.set_exception(error)
+
+    Thread(target=run, name=f"gradsync: {topic}", daemon=True).start()
+    try:
+        return outcome.result(_timeout(group) + 2 * _SLICE.total_seconds())
+    except dist.DistNetworkError as error:
+        raise GradSyncError(
+            f"Every rank must come to {topic}, but the store that they meet at is gone: {error}. The process that "
+            "holds it, torchrun's or else rank 0, has ended."
+        ) from error
+    except FutureTimeoutError as error:
+        raise GradSyncError(
+            f"Every rank must come to {topic}, but the store that they meet at does not answer within the process "
+            "group's time-out. The way to the process that holds it, torchrun's or else rank 0, is cut, or it hangs."
+        ) from error
+
+
+def _exchange_words(group: dist.ProcessGroup, topic: str, saying: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    store, rank = group.get_group_store(), group.rank()
+    number = store.add(f"gradsync/{rank}", 1)
+    store.set(f"gradsync/{number}/{rank}", json.dumps([topic, saying]))
+    keys = [f"gradsync/{number}/{other}" for other in range(group.size())]
+    _wait(store, keys, group, topic)
+    said = [json.loads(store.get(key)) for key in keys]
+    if number > 1:
+        store.delete_key(f"gradsync/{number - 1}/{rank}")  # all are here, so all have read the one before
+    return said
+
+
+def _everybody_is_empty(group: dist.ProcessGroup) -> bool:
+    store, rank = group.get_group_store(), group.rank()
+    mine = store.add(f"gradsync/empty/{rank}", 1)
+    limit = time.monotonic() + _timeout(group)
+    while time.monotonic() < limit:
+        everybody = all(store.add(f"gradsync/empty/{other}", 0) >= mine for other in range(group.size()))
+        if store.add(f"gradsync/needed/{rank}", 0) >= mine:  # said before the one who says it counts itself in
+            store.add(f"gradsync/{rank}", 1)  # the meeting that this rank missed
+            return False
+        if everybody:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def _refuse_empty(group: dist.ProcessGroup, missing: Sequence[int], topic: str) -> None:
@@ -116,12 +161,9 @@ def _wait(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: str)
     limit = time.monotonic() + _timeout(group)
     while True:
         try:
-            store.wait(list(keys), _SLICE)
-        except dist.DistNetworkError as error:
-            raise GradSyncError(
-                f"Every rank must come to {topic}, but the store that they meet at is gone: {error}. The rank that "
-                "holds it, usually rank 0, has ended."
-            ) from error
+            store.wait(list(keys), min(_SLICE, timedelta(seconds=max(0.001, limit - time.monotonic()))))
+        except dist.DistNetworkError:
+            raise
         except RuntimeError:  # a time-out: DistStoreError from a TCPStore, its parent from a FileStore
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             _refuse_empty(group, missing, topic)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable, profiler
+
+from gradsync.functional._lost import is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,21 +74,34 @@ def backward(
     Returns `table` summed over the ranks.
     """
     armed, once_more = (engines, False) if early else _whom_to_arm(engines, size=size, last=last, differ=differ)
-    if not armed:
+    if not armed and not once_more:
         loss.backward(seed)
-        return reduce(engines, table) if once_more else table
+        return table
     riding = table if last and not once_more else ()
     sent = _send(engines, riding)
     for engine in armed:
         engine.arm(loss)
     try:
         loss.backward(seed)
-    except BaseException:
-        for engine in armed:
-            engine.abort(riding)
+    except BaseException as error:
+        if not is_lost(error):  # else nobody is there to complete anything with
+            _abort(armed, riding, engines if once_more else (), table)
         raise
     carried = [engine.settle(riding) for engine in armed]
     return reduce(engines, table) if once_more else _receive(sent, carried, riding)
+
+
+def _abort(armed: Sequence[Engine], riding: Table, once_more: Sequence[Engine], table: Table) -> None:
+    """Complete the collectives of a backward that failed; what goes wrong here must not hide why it did."""
+    todo: list[Callable[[], object]] = [partial(engine.abort, riding) for engine in armed]
+    if once_more:
+        todo.append(partial(reduce, once_more, table))
+    for complete in todo:
+        try:
+            complete()
+        except Exception as second:  # noqa: BLE001, PERF203 - whatever it is, the first error goes on
+            if is_lost(second):
+                return  # each further wait could last for the group's time-out
 
 
 def join_running(

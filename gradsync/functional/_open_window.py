@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +31,7 @@ class OpenWindow:
 
     __slots__ = (
         "_active", "_seeds", "_trainable", "count", "engines", "forward_communicates", "group", "hold", "losses",
-        "num_micro_batches", "num_ranks", "parameters", "rank", "size", "spread", "_tell_after", "watchable",
+        "num_micro_batches", "num_ranks", "parameters", "rank", "size", "spread", "_tell_after", "_void", "watchable",
     )  # fmt: skip
 
     def __init__(
@@ -46,6 +45,7 @@ class OpenWindow:
     ) -> None:
         self.engines = engines
         self.parameters = parameters
+        self._void = False  # whether a backward failed in it
         self._tell_after = tell_after  # not along with the gradients: a backward that fails must be told of too
         self.group = engines[0].group if engines else None
         self.num_ranks = self.group.size() if self.group else 1
@@ -139,9 +139,11 @@ class OpenWindow:
         """What all ranks say, on its own and not along with gradients."""
         return [row] if self.num_ranks == 1 else decode(exchange(self.engines, self._table(row)))
 
-    def spoiled(self, *, more: bool, filled: bool) -> Row:
-        """This rank's row of a window that all ranks must drop."""
-        return replace(self._row(more=more, filled=filled), void=True)
+    def spoil(self, *, last: bool, more: bool, filled: bool) -> list[Row] | None:
+        """A backward has failed: all ranks must drop this window, which they learn as it closes."""
+        self._void = True
+        self.drop_gradients()
+        return self.tell(self._row(more=more, filled=filled)) if last else None
 
     def gradients_left(self) -> tuple[int, int]:
         """How many parameters have a gradient, and how many one that their engine holds elsewhere."""
@@ -170,17 +172,10 @@ class OpenWindow:
             self._active, size=self.size, last=last, table=table, done=lambda summed: done(self._rows(summed, row))
         )
 
-    def reduce(
-        self, *, more: bool = False, filled: bool = False, called: bool = True, told: bool = True
-    ) -> list[Row]:
-        """Synchronise what is held, without a backward, with whatever the other ranks do on this window.
-
-        Not `told`: the caller tells the ranks itself what this one brings.
-        """
+    def reduce(self, *, more: bool = False, filled: bool = False, called: bool = True) -> list[Row]:
+        """Synchronise what is held, without a backward, with whatever the other ranks do on this window."""
         row = self._row(more=more, filled=filled, called=called)
         summed = reduce(self._active, () if self._tell_after else self._table(row))
-        if not told:
-            return []
         return self.tell(row) if self._tell_after else self._rows(summed, row) or []
 
     def share_buffers(self, source: int) -> None:
@@ -203,27 +198,32 @@ class OpenWindow:
             engine.discard()
         discard(self.parameters)
 
+    def copy_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        """What is held, for `put_back`: after a synchronisation that has turned out not to close the window."""
+        return {p: p.grad.clone() for p in self.parameters if p.grad is not None}
+
+    def put_back(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Each rank holds its own again, to save, to go on from, or to lose without any other's share."""
+        for parameter in self.parameters:
+            parameter.grad = gradients.get(parameter)
+
     def state_dict(self, names: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         """What came so far on this rank: counts, losses, and the held gradients by the parameters' `names`."""
         return {
             "size": self.size,
             "num_micro_batches": self.num_micro_batches,
-            "count": None if self.count is None else float(self.count),
+            # As it is: a float and an integer tensor would add up to a float32, which counts to 2**24 only.
+            "count": self.count.detach().clone() if isinstance(self.count, torch.Tensor) else self.count,
             "losses": [loss.clone() for loss in self.losses],
             "gradients": {name: p.grad.detach().clone() for name, p in names.items() if p.grad is not None},
-            "parameters": sorted(names),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], names: Mapping[str, nn.Parameter], owner: str) -> None:
-        """Put that back into a window that has just been opened."""
-        if state["parameters"] != sorted(names):
-            odd = sorted(set(state["parameters"]).symmetric_difference(names))
-            raise GradSyncError(
-                f"A state in the middle of a window needs the same parameters, but that for {owner} differs in "
-                f"{', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Load it into the same model."
-            )
-        self.num_micro_batches, self.count = state["num_micro_batches"], state["count"]
-        self.losses = list(state["losses"])
+    def load_state_dict(self, state: Mapping[str, Any], names: Mapping[str, nn.Parameter]) -> None:
+        """Put that back into a window that has just been opened, of the same parameters."""
+        device, count = self.parameters[0].device, state["count"]
+        self.num_micro_batches = state["num_micro_batches"]
+        self.count = count.to(device) if isinstance(count, torch.Tensor) else count
+        self.losses = [loss.to(device) for loss in state["losses"]]
         for name, gradient in state["gradients"].items():
             names[name].grad = gradient.to(names[name]).clone()
 
@@ -231,6 +231,7 @@ class OpenWindow:
         self.num_micro_batches = 0
         self.count = None
         self.losses = []
+        self._void = False
 
     def _count(self, loss: torch.Tensor | LossSum) -> torch.Tensor:
         """Count a micro-batch; returns what to run backward from."""
@@ -267,7 +268,7 @@ class OpenWindow:
 
     def _row(self, *, more: bool, filled: bool = False, called: bool = True) -> Row:
         count = None if self.count is None else float(self.count)
-        return Row(self.num_micro_batches, count, more=more, filled=filled, called=called)
+        return Row(self.num_micro_batches, count, more=more, filled=filled, called=called, void=self._void)
 
     def _table(self, row: Row) -> list[float]:
         return encode(row, self.rank, self.num_ranks)

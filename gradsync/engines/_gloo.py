@@ -17,33 +17,31 @@ import sys
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 _LIMIT = 5.0  # seconds; a worker that hangs on a lost rank is left as it is
 
 
-def settle_gloo_workers(limit: float = _LIMIT) -> bool:
-    """Wait until the workers of all gloo groups hold nothing; False if that took too long. A few milliseconds."""
+def settle_all_groups(limit: float = _LIMIT) -> bool:
+    """Wait until the workers of all gloo groups hold nothing; False if that took too long. A few milliseconds.
+
+    Call it last: this rank's operations no longer pair with those of the other ranks after it.
+    """
     deadline = time.monotonic() + limit
-    return all(_settle(backend, deadline) for backend in _gloo_backends())
+    return all(_settle_group(group, deadline) for group in list(dist.distributed_c10d._world.pg_map))
 
 
-def _gloo_backends() -> Iterator[Any]:
+def _settle_group(group: dist.ProcessGroup, deadline: float) -> bool:
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group without CPU tensors
+        return True
+    backend = getattr(backend, "wrapped_pg", backend)  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
     kind = getattr(dist, "ProcessGroupGloo", None)
-    for group in list(dist.distributed_c10d._world.pg_map):
-        try:
-            backend = group._get_backend(torch.device("cpu"))
-        except RuntimeError:  # a group without CPU tensors
-            continue
-        backend = getattr(backend, "wrapped_pg", backend)  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
-        if kind is not None and isinstance(backend, kind):
-            yield backend
+    return kind is None or not isinstance(backend, kind) or _settle(backend, deadline)
 
 
 def _settle(backend: Any, deadline: float) -> bool:
