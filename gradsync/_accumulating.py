@@ -138,7 +138,7 @@ class _Controls:
         return self._windows.state_dict(self._key)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._windows.load_state_dict(state, self._key)
+        self._windows.load_state_dict(state, self._instance)
 
 
 class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):

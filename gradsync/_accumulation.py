@@ -351,6 +351,12 @@ class Accumulation:
         self._watch.forget()
         _OPEN.discard(self)
 
+    def begin_anew(self) -> None:
+        """Go back to before the first call."""
+        self.discard()
+        self._counts = dict.fromkeys(self._counts, 0)
+        self._shared, self._losses, self._grad_norm = False, None, None
+
     @property
     def guarded(self) -> bool:
         """Whether an optimizer step of somebody else's would use half a window."""
@@ -372,18 +378,18 @@ class Accumulation:
             "parameters": {name: list(parameter.shape) for name, parameter in names.items()},
         }
         if self.index:
-            state["open"] = {**self._window.state_dict(names), "spoiled": self._spoiled, "scale": self._scale()}
+            state["open"] = {**self._window.state_dict(names), "spoiled": self._window.void, "scale": self._scale()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that `check_state` has found to fit. It does not communicate."""
-        self.discard()
+        self.begin_anew()
         self._counts = {key: state[key] for key in self._counts}
         self._shared = state["shared"]
         if state["index"]:
             self._open()
             self._window.load_state_dict(state["open"], self._names())
-            self._spoiled, self._resumed_scale = state["open"]["spoiled"], state["open"]["scale"]
+            self._window.void, self._resumed_scale = state["open"]["spoiled"], state["open"]["scale"]
             self.index = state["index"]
             self._watch.remember(self._window.watchable)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 from gradsync._errors import GradSyncError
 from gradsync._progress import Progress
 from gradsync.functional._window import window_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch import nn
 
     from gradsync.functional._window import Steps
 
@@ -33,15 +34,14 @@ def windows_in(state: object) -> list[dict[str, Any]]:
 
 
 def check_steps_of(state: Mapping[str, Any], name: str, steps: Steps) -> None:
-    """Raise if a state was saved with other steps, as far as that can be told: of a function, in an open window."""
-    number = steps if isinstance(steps, int) else None
-    saved, here = state["steps"], number
-    if state["index"] and saved == here:
+    """Raise if a state was saved with other steps; where these are functions, that shows in an open window only."""
+    saved, here = state["steps"], steps
+    if state["index"]:
         saved, here = state["size"], window_size(steps, state["window"])
-    if saved != here:
+    if isinstance(saved, int) and isinstance(here, int) and saved != here:
         raise GradSyncError(
-            f"A state of {name} can be loaded with the steps that it was saved with, {_said(saved)}, but there are "
-            f"{_said(here)}. Use the same{OR_WITHOUT_IT}"
+            f"A state of {name} can be loaded with the steps that it was saved with, {saved}, but there are {here}. "
+            f"Use the same{OR_WITHOUT_IT}"
         )
 
 
@@ -53,16 +53,5 @@ def progress_in(state: Mapping[str, Any]) -> Progress:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module in `DistributedDataParallel` and `torch.compile`."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        else:
-            return model
-
-
-def _said(steps: int | None) -> str:
-    return "a function" if steps is None else str(steps)
+    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradsync._accumulation import Accumulation
 from gradsync._cast import cast_of, check_cast
 from gradsync._feed import Feed
 from gradsync._progress import Progress
+from gradsync._state import VERSION, check_steps_of, progress_in, windows_in
 from gradsync.functional._agreement import nothing_here
 from gradsync.functional._stream import length, lookahead
 
@@ -38,8 +39,8 @@ class Windows:
         self._order = itertools.count()
         self._latest: dict[Key, weakref.ref[Accumulation]] = {}
         self._feeds: dict[Key, Feed] = {}
-        self._loaded: dict[Key, list[dict[str, Any]]] = {}  # states that wait for their window's first call
-        self._loaded_latest: dict[Key, int] = {}  # and which of these was called last
+        self._loaded: dict[Key, list[dict[str, Any]]] = {}  # states that wait for their window's first call,
+        self._loaded_latest: dict[Key, int | None] = {}  # and which of a function's was called last
 
     def call(
         self, function: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -98,33 +99,40 @@ class Windows:
         accumulation = None if ref is None else ref()
         if accumulation is not None:
             return accumulation.progress
-        waiting, latest = self._loaded.get(key), self._loaded_latest.get(key, -1)
-        return progress_in(waiting[latest]) if waiting else Progress()
+        latest = self._loaded_latest.get(key)
+        return Progress() if latest is None else progress_in(self._loaded[key][latest])
 
     def state_dict(self, key: Key) -> dict[str, Any]:
         """All windows' states, in the order of their first call, and which of them was called last."""
-        ref, called, waiting = self._latest.get(key), self._all(key), self._loaded.get(key, [])
-        latest = len(called) + self._loaded_latest.get(key, -1) if ref is None else called.index(ref())
-        return {"version": VERSION, "windows": [*(one.state_dict() for one in called), *waiting], "latest": latest}
+        called, ref = self._all(key), self._latest.get(key)
+        latest = next((place for place, one in enumerate(called) if ref is not None and one is ref()), None)
+        return {
+            "version": VERSION,
+            "windows": [*(one.state_dict() for one in called), *self._loaded.get(key, [])],
+            "latest": latest if called else self._loaded_latest.get(key),
+        }
 
     def load_state_dict(self, state: dict[str, Any], instance: object) -> None:
-        """Put the states back; those of windows that are yet to be called wait for them.
+        """Put the states back; those of windows that are yet to be called wait for that.
 
-        All are checked before any is loaded. A window that was called here, but not before the state was saved,
-        begins anew.
+        All are checked before one is loaded. A window whose first call came after the state was saved begins anew.
         """
         key = None if instance is None else id(instance)
         states, called = windows_in(state), self._all(key)
         for accumulation, one in zip(called, states, strict=False):
             accumulation.check_state(one)
-        for one in states[len(called) :]:
+        for one in states:
             check_steps_of(one, self._name, self._settings.steps)
         for accumulation in called:
-            accumulation.discard()  # all of them first: one may have open what another is to open now
-        for accumulation, one in itertools.zip_longest(called, states[: len(called)]):
-            accumulation.begin_anew() if one is None else accumulation.load_state_dict(one)
-        self._loaded[key], self._loaded_latest[key] = states[len(called) :], state["latest"] - len(called)
-        ...
+            accumulation.begin_anew()
+        for accumulation, one in zip(called, states, strict=False):
+            accumulation.load_state_dict(one)
+        latest = state["latest"]
+        if latest is not None and latest < len(called):
+            self._latest[key] = weakref.ref(called[latest])
+        self._loaded[key], self._loaded_latest[key] = states[len(called) :], None if called else latest
+        if instance is not None:
+            self._forget_loaded_with(instance, key)
 
     def warn_if_open(self) -> None:
         """At the function's end, or the program's."""
@@ -146,8 +154,10 @@ class Windows:
         accumulation = table.get(full_key)
         if accumulation is None:
             accumulation = Accumulation(self._name, next(self._order), self._settings, cast)
-            if self._loaded:
-                accumulation.load_state_dict(self._loaded.pop(0))
+            if waiting := self._loaded.get(key):
+                accumulation.check_state(waiting[0])
+                accumulation.load_state_dict(waiting[0])
+                self._loaded[key], self._loaded_latest[key] = waiting[1:], None
             table[full_key] = accumulation
             self._forget_with(instance, key, cast.optimizers[0], full_key)
         accumulation.bind(cast, participants)
@@ -170,6 +180,16 @@ class Windows:
             weakref.finalize(instance, forget).atexit = False
         except TypeError:
             return  # an instance with __slots__: its windows die with their optimizer
+
+    def _forget_loaded_with(self, instance: object, key: Key) -> None:
+        loaded, latest = self._loaded, self._loaded_latest
+
+        def forget() -> None:
+            loaded.pop(key, None)
+            latest.pop(key, None)
+
+        with suppress(TypeError):  # an instance with __slots__
+            weakref.finalize(instance, forget).atexit = False
 
     def _all(self, key: Key, *, every: bool = False) -> list[Accumulation]:
         """In the order of their first call."""

@@ -7,7 +7,7 @@ import torch
 
 import gradsync
 from gradsync import LossSum
-from tests.engine_homes import Home, home_of, net
+from tests.engine_homes import Block, Home, home_of, net
 
 LR, DECAY = 0.1, 0.01
 
@@ -194,25 +194,34 @@ def exception_in_the_body(home: Home) -> None:
 
 
 def exception_in_the_boundary_backward(home: Home) -> None:
-    run = Run(home, loss=lambda y, index: mean_loss(y) + (Failing.apply(y) if index == 2 else 0.0))
-    for index in range(3):
+    """When some gradients have arrived, and others not."""
+    _fail(home, "backward", 2)
+
+
+def exception_in_a_held_backward(home: Home) -> None:
+    _fail(home, "backward", 1)
+
+
+def exception_in_the_forward(home: Home) -> None:
+    """Of the second block, when the first has run."""
+    _fail(home, "forward", 2)
+
+
+def _fail(home: Home, where: str, at: int) -> None:
+    run = Run(home)
+    second = [module for module in home.model.modules() if isinstance(module, Block)][1]
+    for index in range(at + 1):
+        second.fails = where if index == at else ""
         try:
             run(index)
         except ArithmeticError:
-            assert index == 2
+            assert index == at
+        else:
+            assert index < at
+    second.fails = ""
     for index in (3, 4, 5):
         run(index)
     same(run.states, reference(home, [range(3, 6)]))
-
-
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.new_zeros(())
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("in backward")
 
 
 def iterator(home: Home) -> None:
@@ -289,7 +298,8 @@ SCENARIOS = {
     one.__name__: one
     for one in (
         full_windows, tail_over, tail_flush, tail_drop, tail_carry, loss_sum, clipping, amp_with_an_inf_on_one_rank,
-        nonfinite_on_one_rank, reset, exception_in_the_body, exception_in_the_boundary_backward, iterator,
+        nonfinite_on_one_rank, reset, exception_in_the_body, exception_in_the_boundary_backward,
+        exception_in_a_held_backward, exception_in_the_forward, iterator,
         a_parameter_that_nobody_used, a_parameter_used_only_early, iterator_plain_backward, no_sync_then_sync_gradients, no_sync_then_backward,
     )
 }  # fmt: skip

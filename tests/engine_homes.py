@@ -24,13 +24,30 @@ class Poison(torch.autograd.Function):
         return torch.full_like(grad, float("inf"))
 
 
+class Failing(torch.autograd.Function):
+    """The identity, until its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("in backward")
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.fails = ""
         self.up = nn.Linear(4, 6)
         self.down = nn.Linear(6, 4)
 
     def forward(self, x, poison=False):
+        if self.fails == "backward":
+            x = Failing.apply(x)
+        if self.fails == "forward":
+            raise ArithmeticError("in forward")
         x = x + self.down(torch.tanh(self.up(x)))
         if poison:  # one element of one parameter: on a sharded engine, one rank's
             weight = self.up.weight.to_local() if hasattr(self.up.weight, "to_local") else self.up.weight

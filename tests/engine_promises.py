@@ -13,8 +13,9 @@ import gradsync
 from gradsync.engines import Engine, attach, find, register
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
 from gradsync.functional._leaf_hooks import weightless
-from tests.engine_cases import LR, Run, data, mean_loss, reference, same
-from tests.engine_homes import Home, clean, gathered, home_of, mesh, net
+from tests.engine_cases import DECAY, LR, Run, data, mean_loss, reference, same
+from tests.engine_counts import Wire
+from tests.engine_homes import Block, Home, home_of, mesh, net
 
 
 def held(home: Home) -> list[str]:
@@ -86,6 +87,92 @@ def discarding_leaves_nothing(engine: str) -> None:
     dropping = Run(home, tail="drop")
     dropping.over(2)
     assert not held(home)
+
+
+def idle(home: Home) -> bool:
+    """Whether FSDP is between two iterations."""
+    for engine in find([home.model]):
+        for state in getattr(engine, "_states", ()):
+            if state._training_state.name != "IDLE" or state._state_ctx.post_backward_final_callback_queued:
+                return False
+        for module in getattr(engine, "_instances", ()):
+            if module.training_state.name != "IDLE" or getattr(module, "_post_backward_callback_queued", False):
+                return False
+    return True
+
+
+def after_an_exception(engine: str) -> None:
+    """Wherever it struck, the next window is sent as the last one was."""
+    home = home_of(engine)
+    run = Run(home)
+    second = [module for module in home.model.modules() if isinstance(module, Block)][1]
+
+    def window():
+        wire = Wire()
+        for index in range(3):
+            run(index)
+        return wire.look()
+
+    window()
+    usual = window()
+    for where in ("forward", "backward"):
+        for at in (1, 2):
+            for index in range(at + 1):
+                second.fails = where if index == at else ""
+                with pytest.raises(ArithmeticError) if index == at else contextlib.nullcontext():
+                    run(index)
+            second.fails = ""
+            assert idle(home), (where, at)
+            assert window() == usual, (where, at)
+
+
+def unfreezing(engine: str) -> None:
+    home = home_of(engine)
+    second = [p for name, p in home.model.named_parameters() if "second" in name]
+    for p in second:
+        p.requires_grad_(requires_grad=False)
+    run = Run(home)
+    for index in range(3):
+        run(index)
+    for p in second:
+        p.requires_grad_(requires_grad=True)
+    for index in range(3, 6):
+        run(index)
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, weight_decay=DECAY)
+    expected = []
+    for window in (range(3), range(3, 6)):
+        model.second.requires_grad_(requires_grad=bool(expected))
+        items = [(rank, index) for rank in range(home.size) for index in window]
+        (sum(mean_loss(model(data(*item))) for item in items) / len(items)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    same(run.states, expected)
+
+
+def held_gradients_can_be_taken_and_put_back(engine: str) -> None:
+    """Into a model that has run no forward yet, too; a flush may follow at once."""
+    home, fresh = home_of(engine), home_of(engine)
+    run = Run(home)
+    for index in range(2):
+        run(index)
+    (engine_of_home,), (engine_of_fresh,) = find([home.model]), find([fresh.model])
+    held = [gradient.clone() for gradient in engine_of_home.held_gradients().values()]
+    assert len(held) == len(list(fresh.model.parameters()))
+    assert all(h.shape == p.shape for h, p in zip(held, fresh.model.parameters()))
+    optimizer = torch.optim.SGD(fresh.model.parameters(), lr=LR, weight_decay=DECAY)
+    engine_of_fresh.load_held(dict(zip(engine_of_fresh.parameters, held)))
+    gradsync.sync_gradients(fresh.model)
+    for p in fresh.model.parameters():
+        p.grad.mul_(3 / 2)
+    optimizer.step()
+    same([fresh.full()], reference(fresh, [range(2)]))
+    engine_of_home.discard()
+    engine_of_home.load_held(dict(zip(engine_of_home.parameters, held)))
+    run(2)
+    same(run.states, reference(home, [range(3)]))
 
 
 # -- precision and memory ------------------------------------------------------------------------------------------
@@ -229,7 +316,7 @@ def a_replay_weighs_nothing(engine: str) -> None:
     home = home_of(engine)
     engines = attach([home.model])
     (mean_loss(home.model(data(home.rank, 0)))).backward()
-    home.model.zero_grad()
+    discard(p for one in engines for p in one.parameters)
     leaves = [leaf for one in engines for leaf in one.leaves]
     hooks = weightless(leaves)
     (home.model(data(home.rank, 0)) * float("nan")).sum().backward()
@@ -237,6 +324,19 @@ def a_replay_weighs_nothing(engine: str) -> None:
     gradients = [p.grad for one in engines for p in one.parameters if p.grad is not None]
     assert gradients
     assert not any((g.to_local() if hasattr(g, "to_local") else g).any() for g in gradients)
+
+
+def gradients_of_somebody_else(engine: str) -> None:
+    """A backward of the user's own, before a window or in its body, is found also where `p.grad` does not show it."""
+    home = home_of(engine)
+    run = Run(home, loss=lambda y, index: (y.sum().backward(retain_graph=True), mean_loss(y))[1])
+    with pytest.raises(gradsync.GradSyncError, match="something ran backward"):
+        run(0)
+    run = Run(home)
+    with gradsync.no_sync(home.model):
+        mean_loss(home.model(data(home.rank, 0))).backward()
+    with pytest.raises(gradsync.GradSyncError, match=r"begin without gradients.*Call .*optimizer.zero_grad\(\)"):
+        run(0)
 
 
 # -- errors --------------------------------------------------------------------------------------------------------
@@ -360,6 +460,30 @@ def gradients_of_several_meshes() -> None:
     assert not all_finite(parameters)
     discard(parameters)
     assert all(p.grad is None for p in parameters)
+
+
+def partial_reductions_of_the_users_own() -> None:
+    """`sync_gradients` after micro-batches that torch's own switch has reduce-scattered only."""
+    home = home_of("hsdp_window")
+    optimizer = torch.optim.SGD(home.model.parameters(), lr=LR, weight_decay=DECAY)
+    home.model.set_requires_all_reduce(False)
+    for index in range(3):
+        (mean_loss(home.model(data(home.rank, index))) / 3).backward()
+    gradsync.sync_gradients(home.model)
+    optimizer.step()
+    same([home.full()], reference(home, [range(3)]))
+
+
+def a_part_of_a_model() -> None:
+    """`sync_gradients` of one block leaves what the others hold."""
+    home = home_of("fsdp2")
+    with gradsync.no_sync(home.model):
+        mean_loss(home.model(data(home.rank, 0))).backward()
+    gradsync.sync_gradients(home.model.first)
+    synchronised = {name for name, p in home.model.named_parameters() if p.grad is not None}
+    assert synchronised == {f"first.{name}" for name, _ in home.model.first.named_parameters()}
+    gradsync.sync_gradients(home.model)
+    assert all(p.grad is not None for p in home.model.parameters())
 
 
 def hybrid_on_a_part_of_the_ranks() -> None:

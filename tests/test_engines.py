@@ -9,14 +9,11 @@ CASES = "tests.engine_promises:"
 FSDP2 = ["fsdp2", "fsdp2_gathered", "replicate_fsdp"]
 
 
-def gathers(number, **more):
-    return {"all_gather": number, **more}
-
-
 # What the three micro-batches of a window send, and a flush after two. Three groups: two blocks and the root. A gather
 # each in forward, and for the blocks in backward again; a reduction a group. A flush adds the ranks' agreement.
 WIRE = {
     "ddp": [{}, {}, {"all_reduce default_pg": 1}, {"all_reduce default_pg": 2}],
+    "replicate": [{}, {}, {"all_reduce default_pg": 1}, {"all_reduce default_pg": 2}],
     "replicate_fsdp": [{}, {}, {"all_reduce default_pg": 3}, {"all_reduce default_pg": 4}],
     "fsdp1_full": [
         {"all_gather default_pg": 5},
@@ -48,8 +45,9 @@ WIRE = {
     "hsdp_shard": [
         {"all_gather shards": 5, "all_reduce shards": 3},
         {"all_gather shards": 5, "all_reduce shards": 3},
-        {"all_gather shards": 5, "all_reduce shards": 3, "all_reduce replicas": 3},
-        {"all_reduce shards": 3, "all_reduce replicas": 3, "all_reduce default_pg": 1},
+        # and one more, of a byte a parameter: whether any rank used it
+        {"all_gather shards": 5, "all_reduce shards": 3, "all_reduce replicas": 3, "all_reduce default_pg": 1},
+        {"all_reduce shards": 3, "all_reduce replicas": 3, "all_reduce default_pg": 2},
     ],
     "hsdp_each": [
         *[{"all_gather shards": 5, "all_reduce shards": 3, "all_reduce replicas": 3}] * 3,
@@ -72,11 +70,29 @@ def test_fsdp2_is_left_as_it_was_found(ranks, engine, size, case):
     ranks(size).run(CASES + case, engine)
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "replicate_fsdp"])
+def test_held_gradients_can_be_taken_and_put_back(ranks, engine):
+    """Whole, by parameter: what a state in the middle of a window needs."""
+    ranks(2).run(CASES + "held_gradients_can_be_taken_and_put_back", engine)
+
+
+@pytest.mark.parametrize("engine", ["fsdp1_full", "fsdp1_full_orig", "fsdp1_grad_op", "fsdp1_no_shard_orig", *FSDP2])
+def test_the_window_after_an_exception(ranks, engine):
+    """Nothing of the iteration that failed is left in the engine."""
+    ranks(2).run(CASES + "after_an_exception", engine)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "hsdp_shard"])
+def test_parameters_that_are_unfrozen_later(ranks, engine):
+    """Gradual unfreezing, between windows."""
+    ranks(4 if "hsdp" in engine else 2).run(CASES + "unfreezing", engine)
+
+
 @pytest.mark.parametrize(
-    "case", ["mixed_precision_with_a_module_that_never_ran", "held_gradients_add_up_in_float32", "cpu_offload"]
+    "case", ["a_part_of_a_model", "mixed_precision_with_a_module_that_never_ran", "held_gradients_add_up_in_float32", "cpu_offload"]
 )
-def test_fsdp2_policies(ranks, case):
-    """Mixed precision and CPU offload."""
+def test_fsdp2_in_parts_and_policies(ranks, case):
+    """One block alone; mixed precision and CPU offload."""
     ranks(2).run(CASES + case)
 
 
@@ -93,6 +109,12 @@ def test_a_replay_weighs_nothing(ranks, engine):
     ranks(2).run(CASES + "a_replay_weighs_nothing", engine)
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1_full", "fsdp1_full_orig", "fsdp1_no_shard", *FSDP2])
+def test_gradients_of_somebody_else(ranks, engine):
+    """Are an error, wherever the engine keeps them."""
+    ranks(2).run(CASES + "gradients_of_somebody_else", engine)
+
+
 @pytest.mark.parametrize("case", ["a_plain_scaler_on_fsdp1", "another_divide_factor"])
 def test_what_would_be_silently_wrong_is_an_error(ranks, case):
     """Found by gradsync, because torch says nothing."""
@@ -105,7 +127,13 @@ def test_a_users_engine_is_twenty_lines(ranks):
 
 
 @pytest.mark.parametrize(
-    "case", ["gradients_of_several_meshes", "hybrid_on_a_part_of_the_ranks", "tensor_parallel_without_data_parallel"]
+    "case",
+    [
+        "gradients_of_several_meshes",
+        "partial_reductions_of_the_users_own",
+        "hybrid_on_a_part_of_the_ranks",
+        "tensor_parallel_without_data_parallel",
+    ],
 )
 def test_beyond_data_parallel(ranks, case):
     """Norms, clipping and discarding; groups of a part of the ranks."""

@@ -27,7 +27,6 @@ ELSEWHERE = {
     ("fsdp2_gathered", "no_sync_then_backward"): "stale",
     # The gradient of a flat parameter is one tensor, with zeros where nothing came.
     **{(engine, "a_parameter_that_nobody_used"): "zeros" for engine in FSDP1},
-    ("hsdp_shard", "a_parameter_that_nobody_used"): "zeros",
 }
 
 CELLS = [(engine, scenario) for engine in HOMES for scenario in SCENARIOS if (engine, scenario) not in ELSEWHERE]

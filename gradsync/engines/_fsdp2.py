@@ -30,8 +30,9 @@ from gradsync._errors import GradSyncError
 from gradsync.engines._protocol import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from torch import nn
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -79,6 +80,21 @@ class FSDP2Engine(Engine):
             or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
             for param in self._params
         )
+
+    def held_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        held = {}
+        for param in self._params:
+            gradient = param.unsharded_accumulated_grad
+            if gradient is None and hasattr(param, "_unsharded_param"):
+                gradient = param._unsharded_param.grad
+            if gradient is not None:
+                held[param.sharded_param] = gradient
+        return held
+
+    def load_held(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        self._make_unsharded(self._params)
+        for param in self._params:
+            param.unsharded_accumulated_grad = gradients.get(param.sharded_param)
 
     def rest(self) -> None:
         self._recover()

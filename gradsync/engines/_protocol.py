@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 # A few numbers a rank, flattened. Each rank fills its own and leaves zeros elsewhere, so that a plain sum over the
@@ -58,6 +58,15 @@ class Engine:
     def num_held(self) -> int:
         """How many parameters have a gradient that is not synchronised, where the engine keeps those itself."""
         return 0
+
+    def held_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        """What this rank holds, whole gradients by their parameter; not a copy."""
+        return {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
+
+    def load_held(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Hold these, in a window that holds nothing yet."""
+        for parameter in self.parameters:
+            parameter.grad = gradients.get(parameter)
 
     def rest(self) -> None:
         """Put away what a forward has gathered, so that the module's parameters are its optimizer's."""

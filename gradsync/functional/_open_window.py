@@ -31,7 +31,7 @@ class OpenWindow:
 
     __slots__ = (
         "_active", "_seeds", "_trainable", "count", "engines", "forward_communicates", "group", "hold", "losses",
-        "num_micro_batches", "num_ranks", "parameters", "rank", "size", "spread", "_tell_after", "_void", "watchable",
+        "num_micro_batches", "num_ranks", "parameters", "rank", "size", "spread", "_tell_after", "void", "watchable",
     )  # fmt: skip
 
     def __init__(
@@ -45,7 +45,7 @@ class OpenWindow:
     ) -> None:
         self.engines = engines
         self.parameters = parameters
-        self._void = False  # whether a backward failed in it
+        self.void = False  # whether a backward failed in it
         self._tell_after = tell_after  # not along with the gradients: a backward that fails must be told of too
         self.group = engines[0].group if engines else None
         self.num_ranks = self.group.size() if self.group else 1
@@ -141,7 +141,7 @@ class OpenWindow:
 
     def spoil(self, *, last: bool, more: bool, filled: bool) -> list[Row] | None:
         """A backward has failed: all ranks must drop this window, which they learn as it closes."""
-        self._void = True
+        self.void = True
         self.drop_gradients()
         return self.tell(self._row(more=more, filled=filled)) if last else None
 
@@ -162,10 +162,12 @@ class OpenWindow:
         """Whether the next micro-batch synchronises, boundary or not."""
         return any(engine.owes_first for engine in self._active)
 
-    def join_running(self, *, last: bool, ask: bool, more: bool, done: Callable[[list[Row] | None], None]) -> None:
+    def join_running(
+        self, *, last: bool, weighs: bool, ask: bool, more: bool, done: Callable[[list[Row] | None], None]
+    ) -> None:
         """A backward that is not ours has begun: synchronise in it, and call `done` at its end."""
         self._check_trainable()
-        self.num_micro_batches += 1
+        self.num_micro_batches += weighs
         row = self._row(more=more)
         table = self._table(row) if ask and last and self.num_ranks > 1 else ()
         join_running(
@@ -231,7 +233,7 @@ class OpenWindow:
         self.num_micro_batches = 0
         self.count = None
         self.losses = []
-        self._void = False
+        self.void = False
 
     def _count(self, loss: torch.Tensor | LossSum) -> torch.Tensor:
         """Count a micro-batch; returns what to run backward from."""
@@ -268,7 +270,7 @@ class OpenWindow:
 
     def _row(self, *, more: bool, filled: bool = False, called: bool = True) -> Row:
         count = None if self.count is None else float(self.count)
-        return Row(self.num_micro_batches, count, more=more, filled=filled, called=called, void=self._void)
+        return Row(self.num_micro_batches, count, more=more, filled=filled, called=called, void=self.void)
 
     def _table(self, row: Row) -> list[float]:
         return encode(row, self.rank, self.num_ranks)

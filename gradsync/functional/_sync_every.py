@@ -12,10 +12,12 @@ from gradsync.functional._agreement import agree_on_model, insist, meet
 from gradsync.functional._gradients import discard, normalise
 from gradsync.functional._leaf_hooks import LeafHooks, PlainBackward, weightless
 from gradsync.functional._loss import LossSum
+from gradsync.functional._lost import WaitingFor, is_lost, lost
 from gradsync.functional._micro_batch import named_range
 from gradsync.functional._no_sync import check_modules
 from gradsync.functional._open_window import OpenWindow
 from gradsync.functional._stream import length, lookahead
+from gradsync.functional._tally import Row
 from gradsync.functional._window import Steps, check_steps, window_size
 
 if TYPE_CHECKING:
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
-
-    from gradsync.functional._tally import Row
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class _Loop:
         for number in count():
             size = window_size(self._steps, number)
             self._window.open(size)
-            self._window.share_buffers(0)
+            self._share_buffers(number, 0)
             for index in range(size):
                 step = MicroStep(index, number, size, index + 1 == size, replay=False, _loop=self)
                 yield from self._place(step, step)
@@ -118,20 +118,19 @@ class _Loop:
                 return
             size = window_size(self._steps, number)
             self._window.open(size)
-            self._window.share_buffers(source)
+            self._share_buffers(number, source)
             for index in range(size):
-                if upcoming is None:
+                replay = upcoming is None
+                if upcoming is not None:
+                    item, self._more = upcoming[0], not upcoming[1]
+                # Where no forward communicates, a rank that has run out takes part once a window: in the synchronisation.
+                ended = self._nobody_has_more() if self._in_step else not self._more
+                step = MicroStep(index, number, size, ended or index + 1 == size, replay, _loop=self)
+                yield from self._place(step, (step, item))
+                if not replay:
+                    upcoming = next(items, None)
+                if ended:
                     break
-                item, self._more = upcoming[0], not upcoming[1]
-                step = MicroStep(index, number, size, not self._more or index + 1 == size, replay=False, _loop=self)
-                yield from self._place(step, (step, item))
-                upcoming = next(items, None)
-            else:
-                index = size
-            if index == 0:
-                # This rank has run out. The others need its part in their synchronisation, and its update.
-                step = MicroStep(0, number, size, last=True, replay=True, _loop=self)
-                yield from self._place(step, (step, item))
             source = self._next_source()
 
     def backward(self, step: MicroStep, loss: torch.Tensor | LossSum) -> None:
@@ -146,10 +145,17 @@ class _Loop:
         self._explicit = True
         for hooks in self._hooks:
             hooks.remove()
-        if step.replay:
-            self._rows = self._window.reduce()
-        else:
-            self._rows = self._window.backward(loss, last=step.last, ask=self._finite, more=self._more)
+        try:
+            if step.replay and self._in_step:
+                self._rows = self._window.replay(loss, last=step.last, filled=False, called=True)
+            elif step.replay:
+                self._rows = self._window.reduce()
+            else:
+                self._rows = self._window.backward(loss, last=step.last, ask=self._finite, more=self._more)
+        except RuntimeError as error:
+            if is_lost(error):
+                raise lost(error, f"synchronising the gradients of window {step.window} of sync_every") from error
+            raise
         if step.last:
             factor = self._window.factor(self._rows)
             if factor is None:
@@ -180,8 +186,11 @@ class _Loop:
 
     def _join(self) -> None:
         """The user's own backward has begun on a micro-step that synchronises."""
-        last = self._current is not None and self._current.last
-        self._window.join_running(last=last, ask=self._finite, more=self._more, done=self._note)
+        step = self._current
+        assert step is not None, "the hooks that call this live as long as a step's turn"
+        self._window.join_running(
+            last=step.last, weighs=not step.replay, ask=self._finite, more=self._more, done=self._note
+        )
 
     def _note(self, rows: Sequence[Row] | None) -> None:
         self._rows = rows
@@ -192,7 +201,12 @@ class _Loop:
         rest(self._models)
         engines = attach(self._models, agree_on_model)
         self._window = OpenWindow(engines, list(dict.fromkeys(p for model in self._models for p in model.parameters())))
+        self._in_step = self._window.forward_communicates and self._window.num_ranks > 1
         insist(meet(self._window.group, "the start of sync_every", {"steps": window_size(self._steps, 0)}))
+
+    def _share_buffers(self, number: int, source: int) -> None:
+        with WaitingFor(lambda: f"making the buffers equal for window {number} of sync_every"):
+            self._window.share_buffers(source)
 
     def _first_source(self, *, has_item: bool, num_items: int | None) -> int | None:
         """The lowest rank with an item, whose buffers the first window begins with; None if there is no item at all."""
@@ -206,6 +220,10 @@ class _Loop:
                 f"rank {', '.join(empty)} has none. Give it one, or use accumulating, whose .over needs none on DDP."
             )
         return 0
+
+    def _nobody_has_more(self) -> bool:
+        """Where forwards communicate, ranks agree on each micro-step."""
+        return not any(row.more for row in self._window.tell(Row(0, None, more=self._more)))
 
     def _next_source(self) -> int | None:
         if self._rows is None:

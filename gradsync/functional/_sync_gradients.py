@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradsync.engines import find
+from gradsync.functional._lost import WaitingFor
 from gradsync.functional._micro_batch import reduce
 from gradsync.functional._no_sync import check_modules
 
@@ -25,4 +26,5 @@ def sync_gradients(*models: nn.Module) -> None:
     >>> gradsync.sync_gradients(model)
     """
     engines = find(check_modules(models, "sync_gradients"))
-    reduce([engine for engine in engines if engine.trainable()])
+    with WaitingFor(lambda: "sync_gradients"):
+        reduce([engine for engine in engines if engine.trainable()])
