@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import wrapt
@@ -13,11 +12,12 @@ from typing_extensions import ParamSpec
 
 from gradsync._cast import Casting, Naming
 from gradsync._settings import Settings, Sync, Tail
-from gradsync._typing import Accumulated
 from gradsync._windows import Windows, over
 from gradsync.functional._stream import length
 
 if TYPE_CHECKING:
+    from gradsync._typing import Accumulated
+    from collections.abc import Callable
     from collections.abc import Iterable, Iterator
 
     from gradsync._progress import Progress

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-
 from gradsync._errors import GradSyncError
 from gradsync._guards import ForwardWatch, GradientWatch, StepGuard, check_replays, check_sync_batchnorm
 from gradsync._progress import ClosedLosses, Progress
@@ -342,6 +341,11 @@ class Accumulation:
             self.discard()
             raise
 
+    def reset(self) -> None:
+        """Drop the open window; without one, leave the gradients alone: they may be another function's."""
+        if self in _OPEN:
+            self.discard()
+
     def discard(self) -> None:
         """Drop the open window and its gradients."""
         self._window.discard()
@@ -353,7 +357,7 @@ class Accumulation:
 
     def begin_anew(self) -> None:
         """Go back to before the first call."""
-        self.discard()
+        self.reset()
         self._counts = dict.fromkeys(self._counts, 0)
         self._shared, self._losses, self._grad_norm = False, None, None
 

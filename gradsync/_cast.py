@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,6 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync._errors import GradSyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 Naming: TypeAlias = "Any | Callable[..., Any] | None"
 """An object, a tuple of objects, or a function of the call's arguments; None to look among those by type."""

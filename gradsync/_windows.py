@@ -91,7 +91,7 @@ class Windows:
     def reset(self, key: Key) -> None:
         """Discard what is open."""
         for accumulation in self._all(key):
-            accumulation.discard()
+            accumulation.reset()
 
     def progress(self, key: Key) -> Progress:
         """Of the window that was called last."""

@@ -23,13 +23,13 @@ WRAPS = {
 }
 
 
-def play(program: dict, scripts: list) -> list:
+def play(program: dict, scripts: list, refusals: list) -> list:
     """This rank's script; what was seen after each action."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # windows left open, which programs do
         player = Player(program)
         seen = []
-        for action in scripts[dist.get_rank()]:
+        for action, player.may_refuse in zip(scripts[dist.get_rank()], refusals[dist.get_rank()], strict=True):
             result = getattr(player, action[0])(*action[1:])
             seen.append({"result": result, **player.look()})
         assert all(home.require_backward_grad_sync for home in player.homes if isinstance(home, DDP))
@@ -55,6 +55,7 @@ class Player:
         ]
         self.functions = [self.make(f) for f in range(len(program["functions"]))]
         self.states: dict = {}
+        self.may_refuse = False  # whether the current action may end in a GradSyncError
 
     def make(self, f: int):
         settings = self.program["functions"][f]
@@ -125,6 +126,11 @@ class Player:
             "progress": {f: _progress(function) for f, function in enumerate(self.functions)},
         }  # fmt: skip
 
+    def refused(self, error: GradSyncError) -> str:
+        if not self.may_refuse:
+            raise error
+        return f"refused: {error}"
+
     # -- actions ----------------------------------------------------------------------------------------------------
 
     def calls(self, f: int, lane: int, calls: list) -> list:
@@ -137,7 +143,7 @@ class Player:
             except Boom:
                 loss = "boom"
             except GradSyncError as error:
-                loss = f"refused: {error}"
+                loss = self.refused(error)
             progress = self.functions[f].progress
             seen.append({"loss": loss, "stepped": progress.stepped, "progress": _progress(self.functions[f])})
         return seen
@@ -156,14 +162,14 @@ class Player:
         except Boom:
             return "boom"
         except GradSyncError as error:
-            return f"refused: {error}"
+            return self.refused(error)
         return "end"
 
     def flush(self, f: int) -> str:
         try:
             self.functions[f].flush()
         except GradSyncError as error:
-            return f"refused: {error}"
+            return self.refused(error)
         return "end"
 
     def reset(self, f: int) -> str:

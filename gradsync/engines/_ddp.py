@@ -8,8 +8,8 @@ and their hooks reach the reducer.
 All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/test_torch_internals.py`
 fails when it changes): `ddp.reducer` with `prepare_for_forward`, `prepare_for_backward`, `_rebuild_buckets`,
 `get_backward_stats`, `_check_reducer_finalized`, `_delay_all_reduce`, `_get_local_used_map`,
-`_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_reset_state`, `_run_comm_hook`; and the attributes of DDP that are named
-below.
+`_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_reset_state`, `_run_comm_hook`; and the attributes of
+DDP that are named below.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class DDPEngine(Engine):
         self._rebuild_buckets()
         return None
 
-    def reduce(self, table: Table = ()) -> Table | None:
+    def reduce(self, table: Table = ()) -> Table | None:  # noqa: ARG002 - for those that carry
         if self._ddp.static_graph:
             self._reduce_static()
             return None

@@ -6,7 +6,7 @@ setters walk all modules (110 us for 241 of them); here the groups are kept, and
 All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/test_engines_torch.py`
 fails when it changes):
 
-- `FSDPModule._get_fsdp_state()`; of a state `_modules`, `_fsdp_param_groups`, `_state_ctx`, `_comm_ctx`, `_is_root`,
+- `FSDPModule._get_fsdp_state()`; of a state `_modules`, `_fsdp_param_groups`, `_state_ctx`, `_is_root`,
   `_lazy_init`, `_training_state`, `_reset_iter_state`, and `_root_post_backward_final_callback`, which reduces all that
   is accumulated; torch's own pipelining calls it for that, too.
 - Of a group `reduce_grads`, `all_reduce_grads`, `reshard_after_backward`, `reduce_scatter_unused_params`,

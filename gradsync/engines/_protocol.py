@@ -102,7 +102,7 @@ class Engine:
         """
         raise NotImplementedError
 
-    def settle(self, table: Table = ()) -> Table | None:
+    def settle(self, table: Table = ()) -> Table | None:  # noqa: ARG002 - for those that carry
         """The armed backward has ended: complete its collectives.
 
         An engine that `carries` takes `table` along with the gradients and returns it summed over the ranks.

@@ -173,7 +173,7 @@ def _wait(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: str)
             return
         raise GradSyncError(
             f"Every rank must come to {topic}, but rank {', '.join(map(str, missing))} did not within the process "
-            "group's time-out. It has ended, failed, or has another number of micro-batches; .over(...) allows for that."
+            "group's time-out. It ended, failed, or has another number of micro-batches; .over(...) allows for that."
         )
 
 

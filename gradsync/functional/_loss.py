@@ -54,8 +54,9 @@ def find_loss(returned: object) -> torch.Tensor | LossSum:
         found = getattr(returned, "loss", None)
     if not isinstance(found, _LOSSES):
         raise GradSyncError(
-            "A step function must return its loss: a tensor, a LossSum, a tuple or list that begins with one, a mapping "
-            f'with "loss", or an object with .loss; but what came is {_describe(returned)}. Return the unscaled loss.'
+            "A step function must return its loss: a tensor, a LossSum, a tuple or list that begins with one, a "
+            f'mapping with "loss", or an object with .loss; but what came is {_describe(returned)}. '
+            "Return the unscaled loss."
         )
     return found
 

@@ -30,8 +30,24 @@ class OpenWindow:
     """
 
     __slots__ = (
-        "_active", "_seeds", "_trainable", "count", "engines", "forward_communicates", "group", "hold", "losses",
-        "num_micro_batches", "num_ranks", "parameters", "rank", "size", "spread", "_tell_after", "void", "watchable",
+        "_active",
+        "_seeds",
+        "_tell_after",
+        "_trainable",
+        "count",
+        "engines",
+        "forward_communicates",
+        "group",
+        "hold",
+        "losses",
+        "num_micro_batches",
+        "num_ranks",
+        "parameters",
+        "rank",
+        "size",
+        "spread",
+        "void",
+        "watchable",
     )  # fmt: skip
 
     def __init__(
@@ -53,7 +69,8 @@ class OpenWindow:
         if len({engine.group.size() for engine in engines}) > 1:
             raise GradSyncError(
                 "All engines of one step must synchronise over the same number of ranks, but they have "
-                f"{[engine.group.size() for engine in engines]}. Give models on other groups a step function of their own."
+                f"{[engine.group.size() for engine in engines]}. Give models on other groups a step function of their "
+                "own."
             )
         self.hold = Hold([*engines, bystanders] if bystanders else engines, shards=shards)
         self.forward_communicates = any(engine.forward_communicates for engine in engines)

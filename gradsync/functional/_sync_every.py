@@ -113,6 +113,9 @@ class _Loop:
         items = lookahead(iterable)
         upcoming = next(items, None)
         source = self._first_source(has_item=upcoming is not None, num_items=length(iterable))
+        if upcoming is None:
+            return  # on every rank, as they have agreed
+        item = upcoming[0]
         for number in count():
             if source is None:
                 return
@@ -123,7 +126,8 @@ class _Loop:
                 replay = upcoming is None
                 if upcoming is not None:
                     item, self._more = upcoming[0], not upcoming[1]
-                # Where no forward communicates, a rank that has run out takes part once a window: in the synchronisation.
+                # Where no forward communicates, a rank that has run out takes part once a window: in the
+                # synchronisation, and so in the update.
                 ended = self._nobody_has_more() if self._in_step else not self._more
                 step = MicroStep(index, number, size, ended or index + 1 == size, replay, _loop=self)
                 yield from self._place(step, (step, item))

@@ -100,7 +100,8 @@ def check_steppable(one: Optimizer | LRScheduler) -> None:
     if needed:
         raise TypeError(
             f"The boundary calls step() without arguments, but {type(one).__name__}.step needs {needed[0]!r}. "
-            "Keep it out of the decorated call and step it yourself, or use gradsync.sync_every, where the update is yours."
+            "Keep it out of the decorated call and step it yourself, or use gradsync.sync_every, where the update is "
+            "yours."
         )
 
 

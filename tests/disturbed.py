@@ -1,0 +1,87 @@
+"""Runs a script with a fault in it: a rank that is killed at some line of gradsync or of the script, or stands still.
+
+    python tests/disturbed.py SPEC script.py options...
+
+SPEC is JSON. The lines that a rank runs are counted, those of gradsync and of the script only: a kill comes at the
+`line`-th, or `delay` seconds after it, which is then wherever the rank is, in torch's C++ too. `rank` and `attempt` say
+whose and in which of torchrun's attempts. `pause` waits there until a file is gone, having said so in another. Without
+a line nothing happens, and the number of lines is written to `count`. `timeout` is the process group's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+import gradsync
+
+PACKAGE = str(Path(gradsync.__file__).parent)
+_INIT = dist.init_process_group
+
+
+class Lines:
+    """Counts lines, and does something at one of them."""
+
+    def __init__(self, script: str, at: int, act) -> None:
+        self.seen, self._script, self._at, self._act = 0, script, at, act
+
+    def start(self) -> None:
+        sys.settrace(self._enter)
+
+    def _enter(self, frame, event, _):
+        return self._line if frame.f_code.co_filename.startswith((PACKAGE, self._script)) else None
+
+    def _line(self, frame, event, _):
+        if event == "line":
+            self.seen += 1
+            if self.seen == self._at:
+                self._act()
+        return self._line
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(spec: str, script: str, *options: str) -> None:
+    told = json.loads(spec)
+    rank = os.environ.get("RANK", "0")
+    mine = int(rank) == told.get("rank") and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == told.get("attempt", 0)
+
+    def act() -> None:
+        if "pause" in told:
+            file = Path(told["pause"])
+            (file.parent / f"{file.name}-{rank}").touch()
+            while file.exists():
+                time.sleep(0.01)
+        elif told.get("delay"):
+            threading.Thread(target=lambda: (time.sleep(told["delay"]), die()), daemon=True).start()
+        else:
+            die()
+
+    if "timeout" in told:
+        dist.init_process_group = functools.partial(_INIT, timeout=timedelta(seconds=told["timeout"]))
+    lines = Lines(script, told.get("line", 0) if mine else 0, act)
+    sys.argv = [script, *options]
+    if mine or "count" in told:
+        lines.start()
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        sys.settrace(None)
+        if "count" in told:
+            Path(f"{told['count']}-{rank}").write_text(str(lines.seen))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
