@@ -181,7 +181,7 @@ class Accumulation:
                         returned, loss, rows = None, None, self._spoil(last=last, more=more, filled=filled)
                     except BaseException as error:
                         if last and settings.skip and window.num_micro_batches > before and not is_lost(error):
-                            window.tell(window.spoiled(more=more, filled=filled))  # the others wait to hear of it
+                            window.spoil(last=True, more=more, filled=filled)  # the others wait to hear of it
                         raise
                 elif last:
                     rows = window.reduce(more=more, filled=filled)

@@ -66,6 +66,7 @@ class DDPEngine(Engine):
                 "delay_all_reduce_named_params, which synchronises those parameters in every backward. "
                 "Leave that argument out."
             )
+        assert ddp.process_group is not None, "every DistributedDataParallel has one"
         super().__init__(ddp.process_group, ddp._module_parameters)
         self._ddp = ddp
         self._sparse = _sparse_parameters(module or ddp.module)
@@ -100,8 +101,8 @@ class DDPEngine(Engine):
         return self._owes_first
 
     def hold(self) -> tuple[bool, bool]:
-        # Written through __dict__: nn.Module.__setattr__ costs 1.7 us a pair, this 0.05.
-        state = self._ddp.__dict__
+        # Written through vars(): nn.Module.__setattr__ costs 1.7 us a pair, this 0.05.
+        state = vars(self._ddp)
         found = (state["require_backward_grad_sync"], state["require_forward_param_sync"])
         state["require_backward_grad_sync"] = state["require_forward_param_sync"] = False
         if self._owes_first:
@@ -109,7 +110,7 @@ class DDPEngine(Engine):
         return found
 
     def restore(self, found: tuple[bool, bool]) -> None:
-        state = self._ddp.__dict__
+        state = vars(self._ddp)
         state["require_backward_grad_sync"], state["require_forward_param_sync"] = found
         if self._owes_first:
             state["_static_graph_delay_allreduce_enqueued"] = False
@@ -118,7 +119,7 @@ class DDPEngine(Engine):
 
     def arm(self, loss: torch.Tensor | None) -> None:
         ddp = self._ddp
-        ddp.__dict__["require_backward_grad_sync"] = True  # compiled DDP's python_reducer reads it in backward
+        vars(ddp)["require_backward_grad_sync"] = True  # compiled DDP's python_reducer reads it in backward
         ddp.reducer.prepare_for_forward()
         ddp.reducer.prepare_for_backward(self._outputs(loss))
         self._stats_before = ddp.reducer.get_backward_stats()
@@ -150,7 +151,7 @@ class DDPEngine(Engine):
     def abort(self, table: Table = ()) -> Table | None:
         reducer = self._ddp.reducer
         if self._ddp.static_graph and not self._stats_before:
-            reducer._delay_all_reduce()  # its first reduction, which was queued for the end of the backward
+            self._reducer._delay_all_reduce()  # its first reduction, which was queued for the end of the backward
             return None
         if reducer.get_backward_stats() == self._stats_before:
             return self.reduce(table)
@@ -176,6 +177,10 @@ class DDPEngine(Engine):
         return None
 
     # -- the reducer ----------------------------------------------------------------------------------------------
+
+    @property
+    def _reducer(self) -> Any:
+        return self._ddp.reducer  # torch's stubs know half of it
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """The parameters by the names that their user knows."""
@@ -211,7 +216,7 @@ class DDPEngine(Engine):
         return []
 
     def _queue_delayed_reduction(self) -> None:
-        Variable._execution_engine.queue_callback(self._ddp.reducer._delay_all_reduce)
+        Variable._execution_engine.queue_callback(self._reducer._delay_all_reduce)
 
     def _reduce_static(self) -> None:
         """Reduce bucket by bucket: a static graph counts its hooks, so that they cannot be run once more by hand."""
@@ -232,14 +237,14 @@ class DDPEngine(Engine):
         for parameter, count in zip(self._reduced, used, strict=True):
             if not count:
                 parameter.grad = None
-        self._ddp.__dict__["_gradsync_reductions"] = self._ddp.__dict__.get("_gradsync_reductions", 0) + 1  # for audit
+        vars(self._ddp)["_gradsync_reductions"] = vars(self._ddp).get("_gradsync_reductions", 0) + 1  # for audit
         # The ranks in a real backward rebuild their buckets after this one, if they have not yet.
         self._ddp.reducer._push_all_rebuilt_params()
         self._rebuild_buckets()
 
     def _rebuild_buckets(self) -> None:
         """Order the buckets after the first reduction, as DDP does in its next forward: other ranks may run none."""
-        if "_gradsync_keeps_buckets" in self._ddp.__dict__:
+        if "_gradsync_keeps_buckets" in vars(self._ddp):
             self._ddp.reducer._reset_state()
         elif self._ddp.reducer._rebuild_buckets():
             self._ddp._has_rebuilt_buckets = True
@@ -256,7 +261,7 @@ class DDPEngine(Engine):
         if self._ddp.find_unused_parameters and not self._ddp.static_graph:
             return  # such a reducer never orders its buckets
         if self._ddp._has_rebuilt_buckets:
-            self._ddp.__dict__["_gradsync_keeps_buckets"] = True
+            vars(self._ddp)["_gradsync_keeps_buckets"] = True
         else:
             reducer._push_all_rebuilt_params()
             self._rebuild_buckets()
@@ -267,7 +272,7 @@ class DDPEngine(Engine):
         kind, _, name = ddp._get_ddp_logging_data().get("comm_hook", "").partition(".")
         builtin = name if kind == "BuiltinCommHookType" else None  # DDP itself keeps only those written in Python
         ddp.reducer._remove_autograd_hooks()
-        ddp.__dict__.pop("_gradsync_keeps_buckets", None)
+        vars(ddp).pop("_gradsync_keeps_buckets", None)
         ddp._has_rebuilt_buckets = False
         parameters, sparse = ddp._build_params_for_reducer()
         ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)

@@ -154,7 +154,7 @@ def exchange(engines: Sequence[Engine], table: Table) -> Table:
     return numbers.tolist()
 
 
-def _send(engines: Sequence[Engine], table: Table) -> tuple[torch.Tensor, dist.Work] | None:
+def _send(engines: Sequence[Engine], table: Table) -> tuple[torch.Tensor, Any] | None:
     """Put the table on its way, before the gradients, unless an engine takes it along with them."""
     if not table or not engines or any(engine.carries for engine in engines):
         return None
@@ -162,7 +162,7 @@ def _send(engines: Sequence[Engine], table: Table) -> tuple[torch.Tensor, dist.W
     return numbers, dist.all_reduce(numbers, group=engines[0].group, async_op=True)
 
 
-def _receive(sent: tuple[torch.Tensor, dist.Work] | None, carried: Sequence[Table | None], table: Table) -> Table:
+def _receive(sent: tuple[torch.Tensor, Any] | None, carried: Sequence[Table | None], table: Table) -> Table:
     if sent is not None:
         numbers, work = sent
         work.wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from gradsync.engines import find
@@ -31,7 +33,7 @@ class no_sync:  # noqa: N801 - a function to its users, like torch's own
 
 def check_modules(models: object, caller: str) -> tuple[nn.Module, ...]:
     """`models`, one module or several, as a tuple; a TypeError for anything else."""
-    several = tuple(models) if isinstance(models, tuple | list) else (models,)
+    several: tuple[Any, ...] = tuple(models) if isinstance(models, tuple | list) else (models,)
     for model in several:
         if not isinstance(model, nn.Module):
             raise TypeError(
