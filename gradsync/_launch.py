@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsync._fresh_store import fresh_store, is_shared
 from gradsync.engines import settle_all_groups
 
 if TYPE_CHECKING:
@@ -46,7 +47,12 @@ def process_group(backend: str | None = None) -> Iterator[World]:
     if mine:
         if cuda:
             torch.cuda.set_device(device)
-        dist.init_process_group(backend or ("nccl" if cuda else "gloo"))
+        backend = backend or ("nccl" if cuda else "gloo")
+        if is_shared():
+            store, rank, world_size = fresh_store()
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        else:
+            dist.init_process_group(backend)
     try:
         if dist.is_available() and dist.is_initialized():
             yield World(dist.get_rank(), dist.get_world_size(), local_rank, device)

@@ -197,8 +197,8 @@ class Model:
         return not any(t.is_open for (g, other), t in self.tracks.items() if other == lane and g != f)
 
     def needs_all(self, lane: int) -> bool:
-        """Whether DDP insists that each window uses each parameter."""
-        return any(self.program["models"][m]["wrap"] in {"ddp", "views"} for m in self.lanes[lane]["models"])
+        """Whether DDP insists that each window uses each parameter, or may keep the traces of a discarded one."""
+        return any(self.program["models"][m]["wrap"] != "bare" for m in self.lanes[lane]["models"])
 
     def has_buffers(self, lane: int) -> bool:
         return any(self.program["models"][m]["buffers"] for m in self.lanes[lane]["models"])

@@ -53,6 +53,10 @@ def test_on_two_ranks(ranks, case):
     ranks(2).run(CASES + case)
 
 
+def test_collectives_of_three_ranks(ranks):
+    ranks(3).run(CASES + "collectives")
+
+
 def test_a_compression_hook_survives_a_new_reducer(ranks):
     ranks(2).run(CASES + "compressed", "builtin")
 

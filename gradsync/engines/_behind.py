@@ -4,7 +4,7 @@ The caller keeps the module as it was: no wrapper, no attribute, nothing that de
 made here holds the parameters but not the module, so that it can be looked up by the module and dies with it.
 
 One parameter more than the model has takes part: the ledger. Its gradient is written by us after the backward, and is
-reduced with the others, in a small bucket of its own. It says which parameters were used at all, so that one that
+reduced with the others. It says which parameters were used at all, so that one that
 no rank used keeps `grad is None` although DDP does not look for unused parameters; and it carries the table of
 `Engine.settle`.
 """
@@ -25,6 +25,9 @@ from gradsync.engines._protocol import TABLE_WIDTH, Table
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+
+
+_EXACT = (torch.float32, torch.float64)  # in which a table survives its travel
 
 
 class BehindEngine(DDPEngine):
@@ -107,9 +110,12 @@ class BehindEngine(DDPEngine):
         parameters = [p for p in module.parameters() if p.requires_grad and id(p) not in self._covered]
         like = parameters[0]
         room = len(parameters) + TABLE_WIDTH * dist.get_world_size(self._over)  # the flags, and a table
-        # Of a dtype of its own, and so in a bucket of its own: in one with other gradients it would shift these, and
-        # with them the order in which three ranks or more add them up. As it is, all stays bitwise what DDP computes.
-        dtype = torch.float64 if any(p.dtype != torch.float64 for p in parameters) else torch.float32
+        dtype = like.dtype
+        if dtype not in _EXACT or dist.get_world_size(self._over) > 2:
+            # A dtype of its own gives it a bucket of its own. In one with other gradients it shifts these, and with
+            # them the order in which three ranks or more add them up; as it is, all is bitwise what DDP computes. The
+            # sum of two ranks has one order only, and so two spare themselves the extra bucket.
+            dtype = torch.float64 if any(p.dtype != torch.float64 for p in parameters) else torch.float32
         shell = nn.Module()
         # First in order is last among DDP's buckets, where it keeps no other gradient waiting.
         shell.ledger = nn.Parameter(torch.zeros(room, dtype=dtype, device=like.device))

@@ -105,6 +105,7 @@ class DDPEngine(Engine):
         state = vars(self._ddp)
         found = (state["require_backward_grad_sync"], state["require_forward_param_sync"])
         state["require_backward_grad_sync"] = state["require_forward_param_sync"] = False
+        state["_gradsync_held"] = True
         if self._owes_first:
             state["_static_graph_delay_allreduce_enqueued"] = True  # else DDP's forward would queue it once more
         return found
@@ -119,6 +120,7 @@ class DDPEngine(Engine):
 
     def arm(self, loss: torch.Tensor | None) -> None:
         ddp = self._ddp
+        self._define_stale()
         vars(ddp)["require_backward_grad_sync"] = True  # compiled DDP's python_reducer reads it in backward
         ddp.reducer.prepare_for_forward()
         ddp.reducer.prepare_for_backward(self._outputs(loss))
@@ -169,6 +171,7 @@ class DDPEngine(Engine):
         if self._ddp.static_graph:
             self._reduce_static()
             return None
+        self._define_stale()
         reducer, nothing = self._ddp.reducer, self._touch(self._reduced)
         reducer.prepare_for_forward()
         reducer.prepare_for_backward(self._outputs(nothing))
@@ -176,7 +179,22 @@ class DDPEngine(Engine):
         self._rebuild_buckets()
         return None
 
+    def discard(self) -> None:
+        # A reducer that looks for unused parameters remembers which ones held backwards have used, until it next
+        # reduces, and then takes no undefined gradient for these.
+        state = vars(self._ddp)
+        if self._ddp.find_unused_parameters and state.get("_gradsync_held"):
+            state.setdefault("_gradsync_stale", set()).update(id(p) for p in self._reduced if p.grad is not None)
+        super().discard()
+
     # -- the reducer ----------------------------------------------------------------------------------------------
+
+    def _define_stale(self) -> None:
+        """Zeros for the parameters whose discarded gradients the reducer remembers."""
+        stale = vars(self._ddp).pop("_gradsync_stale", ())
+        for parameter in self._reduced if stale else ():
+            if parameter.grad is None and id(parameter) in stale:
+                parameter.grad = torch.zeros_like(parameter)
 
     @property
     def _reducer(self) -> Any:
@@ -244,6 +262,7 @@ class DDPEngine(Engine):
 
     def _rebuild_buckets(self) -> None:
         """Order the buckets after the first reduction, as DDP does in its next forward: other ranks may run none."""
+        vars(self._ddp)["_gradsync_held"] = False
         if "_gradsync_keeps_buckets" in vars(self._ddp):
             self._ddp.reducer._reset_state()
         elif self._ddp.reducer._rebuild_buckets():

@@ -1,0 +1,59 @@
+"""A store that knows nothing of the attempts before, for the ranks that torchrun has restarted.
+
+torchrun keeps one TCPStore through all restarts of a job and gives its ranks no prefix in it (torch 2.13; see
+pytorch#135712). A restarted rank then finds the addresses that gloo wrote there in the attempt before, and connects to
+processes that are dead: measured with two ranks, 3 of 4 restarts failed that way. TORCHELASTIC_RESTART_COUNT would not
+do as a prefix: each host counts its own failures. So the ranks agree on a name that was never used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+_PAUSE = 0.02  # seconds between two looks
+
+
+def is_shared() -> bool:
+    """Whether the store that the environment names is torchrun's own."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def fresh_store(timeout: timedelta = default_pg_timeout) -> tuple[dist.Store, int, int]:
+    """A store for the ranks of this attempt, this one's rank, and their number. Collective."""
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store.set_timeout(timeout)
+    name = _agree(dist.PrefixStore("gradsync/attempts", store), rank, world_size, timeout)
+    return dist.PrefixStore(f"gradsync/attempt/{name}", store), rank, world_size
+
+
+def _agree(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Rank 0 proposes a name; it holds for those ranks that rank 0 says have answered it.
+
+    What dead ranks have left behind does no harm: a proposal of theirs is confirmed for them, if at all.
+    """
+    mine = uuid.uuid4().hex
+    if rank == 0:
+        answers = [f"{mine}/{other}" for other in range(1, world_size)]
+        store.set("proposal", mine)
+        if answers:
+            store.wait(answers, timeout)
+        store.set(f"{mine}/confirmed", json.dumps([store.get(answer).decode() for answer in answers]))
+        return mine
+    answered, limit = "", time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < limit:
+        proposal = store.get("proposal").decode()
+        if proposal != answered:
+            store.set(f"{proposal}/{rank}", mine)
+            answered = proposal
+        confirmed = f"{proposal}/confirmed"
+        if store.check([confirmed]) and json.loads(store.get(confirmed))[rank - 1] == mine:
+            return proposal
+        time.sleep(_PAUSE)
+    raise TimeoutError(f"Every rank must begin within {timeout}, but rank 0 has not confirmed rank {rank} in that time.")
