@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
+_TURNS = itertools.count()
+
 
 class Feed:
     """One running `.over`, as the calls in its loop see it."""
 
-    __slots__ = ("_calls", "_most_calls", "last", "num_items")
+    __slots__ = ("_calls", "_most_calls", "last", "num_items", "turn")
 
     def __init__(self, num_items: int | None) -> None:
         self.num_items = num_items  # None where that is not known before the end
         self.last = False
+        self.turn = next(_TURNS)  # of its function's first call among all; before that, of its own beginning
         self._calls = 0
         self._most_calls = 0
 
@@ -21,15 +26,17 @@ class Feed:
 
     def called(self) -> None:
         """The function was called, for the current item."""
+        if self._most_calls == 0:
+            self.turn = next(_TURNS)
         self._calls += 1
         self._most_calls = max(self._most_calls, self._calls)
 
     @property
     def ending(self) -> bool:
-        """Whether the coming call is the last: the last item's, in a loop that calls once an item."""
-        return self.last and self._most_calls <= 1 and self._calls == 0
+        """Whether the coming call is the last: the last item's, in a loop that is known to call once an item."""
+        return self.last and self._most_calls == 1 and self._calls == 0
 
     @property
     def more(self) -> bool:
         """Whether a call may come after the current one."""
-        return not self.last or self._most_calls > 1
+        return not self.last or self._most_calls != 1

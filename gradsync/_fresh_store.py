@@ -12,10 +12,13 @@ import json
 import os
 import time
 import uuid
-from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
+
+if TYPE_CHECKING:
+    from datetime import timedelta
 
 _PAUSE = 0.02  # seconds between two looks
 
@@ -25,15 +28,17 @@ def is_shared() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def fresh_store(timeout: timedelta = default_pg_timeout) -> tuple[dist.Store, int, int]:
+def fresh_store(timeout: timedelta = default_pg_timeout) -> tuple[Any, int, int]:
     """A store for the ranks of this attempt, this one's rank, and their number. Collective."""
-    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))  # type: ignore[attr-defined]
     store.set_timeout(timeout)
-    name = _agree(dist.PrefixStore("gradsync/attempts", store), rank, world_size, timeout)
-    return dist.PrefixStore(f"gradsync/attempt/{name}", store), rank, world_size
+    attempts = dist.PrefixStore("gradsync/attempts", store)  # type: ignore[attr-defined]
+    name = _agree(attempts, rank, world_size, timeout)
+    attempt = dist.PrefixStore(f"gradsync/attempt/{name}", store)  # type: ignore[attr-defined]
+    return attempt, rank, world_size
 
 
-def _agree(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+def _agree(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
     """Rank 0 proposes a name; it holds for those ranks that rank 0 says have answered it.
 
     What dead ranks have left behind does no harm: a proposal of theirs is confirmed for them, if at all.
@@ -46,14 +51,14 @@ def _agree(store: dist.Store, rank: int, world_size: int, timeout: timedelta) ->
             store.wait(answers, timeout)
         store.set(f"{mine}/confirmed", json.dumps([store.get(answer).decode() for answer in answers]))
         return mine
-    answered, limit = "", time.monotonic() + timeout.total_seconds()
+    proposal, limit = "", time.monotonic() + timeout.total_seconds()
     while time.monotonic() < limit:
-        proposal = store.get("proposal").decode()
-        if proposal != answered:
+        newest: str = store.get("proposal").decode()
+        if proposal != newest:
+            proposal = newest
             store.set(f"{proposal}/{rank}", mine)
-            answered = proposal
         confirmed = f"{proposal}/confirmed"
         if store.check([confirmed]) and json.loads(store.get(confirmed))[rank - 1] == mine:
             return proposal
         time.sleep(_PAUSE)
-    raise TimeoutError(f"Every rank must begin within {timeout}, but rank 0 has not confirmed rank {rank} in that time.")
+    raise TimeoutError(f"Every rank must begin within {timeout}, but rank 0 has not heard of rank {rank} in that time.")

@@ -212,7 +212,8 @@ def over(iterable: Iterable[T], decorated: Sequence[tuple[Windows, object]]) -> 
             yield item
     fed: list[tuple[Accumulation, Feed]] = []
     others: list[tuple[Accumulation, Feed]] = []
-    for (windows, instance), feed in zip(decorated, feeds, strict=True):
+    # Nested `.over`s: in the order in which the loop calls their functions, whichever way round they are nested.
+    for (windows, instance), feed in sorted(zip(decorated, feeds, strict=True), key=lambda one: one[1].turn):
         for accumulation in windows.to_finish(feed, instance):
             (fed if accumulation.is_fed_by(feed) else others).append((accumulation, feed))
     while fed:  # in turn, as the calls of the other ranks alternate

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from gradsync import GradSyncError, LossSum
-from tests.program_model import Boom, Net, SkipMe, Trap, data, loss_of
+from tests.program_model import LEARNING_RATE, Boom, Net, SkipMe, Trap, data, loss_of
 from tests.reference import Recorder
 
 WRAPS = {
@@ -46,7 +46,7 @@ class Player:
         ]
         self.lane_nets = [[self.nets[m] for m in lane["models"]] for lane in program["lanes"]]
         self.optimizers = [
-            Recorder([p for net in nets for p in net.parameters()], momentum=lane["momentum"])
+            Recorder([p for net in nets for p in net.parameters()], LEARNING_RATE, momentum=lane["momentum"])
             for nets, lane in zip(self.lane_nets, program["lanes"], strict=True)
         ]
         self.schedulers = [
@@ -94,8 +94,9 @@ class Player:
         if event == "skip":
             raise SkipMe
         x, total = data(mb), 0.0
+        traps = {"backward_deep": Boom(), "spoil_deep": SkipMe()}
         for place in mb["uses"]:
-            y = self.homes[self.program["lanes"][lane]["models"][place]](x, trap=event == "backward_deep")
+            y = self.homes[self.program["lanes"][lane]["models"][place]](x, trap=traps.get(event))
             total = total + loss_of(y if watch is None else self.homes[watch](y), mb["kind"])
         if event == "raise_late":
             raise Boom
@@ -103,7 +104,7 @@ class Player:
             raise SkipMe
         if event == "nan":
             total = total * float("nan")
-        return Trap.apply(total) if event == "backward" else total
+        return Trap.apply(total, Boom() if event == "backward" else SkipMe()) if event in {"backward", "spoil"} else total
 
     def call(self, f: int, lane: int, mb: dict):
         function = self.functions[f]
@@ -148,9 +149,10 @@ class Player:
             seen.append({"loss": loss, "stepped": progress.stepped, "progress": _progress(self.functions[f])})
         return seen
 
-    def over(self, f: int, items: list, sized: bool, leave) -> str:
+    def over(self, f: int, items: list, sized: bool, nest, leave) -> str:
+        loop = self.functions[f].over(items if sized else iter(items))
         try:
-            for number, calls in enumerate(self.functions[f].over(items if sized else iter(items))):
+            for number, calls in enumerate(loop if nest is None else self.functions[nest].over(loop)):
                 for g, lane, mb in calls:
                     try:
                         self.call(g, lane, mb)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ LIMIT = 40.0  # seconds for a job
 
 def run(spec: str, script: str, *options: str) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a command; the agent's handler would wait for torch to return
     disturbed.main(spec, script, *options)
 
 

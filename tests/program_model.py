@@ -8,7 +8,8 @@ through it, leaves out what the contract does not allow where it stands, and wri
 
 A call's micro-batch is a dict: `seed` and `rows` make its data, `event` is what happens in the body:
 "ok", "nan", "skip" / "skip_late" (a type in `skip`, before or after the forward), "raise" / "raise_late" (an error that
-the loop catches), "backward" / "backward_deep" (an error in the backward, at its beginning or half way through).
+the loop catches), "backward" / "backward_deep" (an error in the backward, at its beginning or half way through), "spoil" / "spoil_deep"
+(a type in `skip` there, which drops the whole window on every rank).
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+LEARNING_RATE = 0.02
 FAILS = {"raise", "raise_late", "backward", "backward_deep"}
 SKIPS = {"skip", "skip_late"}
+SPOILS = {"spoil", "spoil_deep"}
 
 
 class Boom(Exception):
@@ -32,12 +35,13 @@ class Trap(torch.autograd.Function):
     """Fails in backward."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, error):
+        ctx.error = error
         return x.clone()
 
     @staticmethod
     def backward(ctx, g):
-        raise Boom
+        raise ctx.error
 
 
 class Net(nn.Module):
@@ -52,11 +56,11 @@ class Net(nn.Module):
         if buffers:
             self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
 
-    def forward(self, x, trap=False):
+    def forward(self, x, trap=None):
         if hasattr(self, "seen"):
             self.seen += x.detach().abs().sum()
         h = torch.tanh(self.first(x))
-        return self.last(Trap.apply(h) if trap else h)
+        return self.last(h if trap is None else Trap.apply(h, trap))
 
 
 def data(micro_batch: dict) -> torch.Tensor:
@@ -106,12 +110,13 @@ class Track:
         self.micro_steps, self.dropped = [0] * ranks, [0] * ranks
         self.index = [0] * ranks
         self.opened = [False] * ranks
+        self.void = [False] * ranks  # a backward failed with a type in `skip`
         self.held = [Held(num_parameters) for _ in self.ranks]
         self.loss: list[float | None | str] = [None] * ranks  # "?" where it is not defined
         self.grad_norm: float | None | str = None
 
     def drop(self, rank: int) -> None:
-        self.index[rank] = 0
+        self.index[rank], self.void[rank] = 0, False
         self.held[rank] = Held(self._num_parameters)
 
     @property
@@ -122,7 +127,7 @@ class Track:
         return {
             "window": self.window, "updates": self.updates, "skipped": self.skipped,
             "micro_steps": list(self.micro_steps), "dropped": list(self.dropped), "index": list(self.index),
-            "held": [held.copy() for held in self.held],
+            "void": list(self.void), "held": [held.copy() for held in self.held],
         }  # fmt: skip
 
     def restore(self, state: dict) -> None:
@@ -156,12 +161,13 @@ class Model:
             for i, m in enumerate(program["models"])
         ]
         self.momenta: list = [[None] * len(self.of(i)) for i in range(len(self.lanes))]
-        self.rates = [0.1] * len(self.lanes)
+        self.rates = [LEARNING_RATE] * len(self.lanes)
         self.seen_updates: list[list] = [[] for _ in self.lanes]
         self.tracks: dict[tuple[int, int], Track] = {}  # in the order of their first calls
         self.waiting: set[tuple[int, int]] = set()
         self.latest: list[dict[int, tuple[int, int]]] = [{} for _ in self.ranks]  # by rank: what was called last
         self.slots: dict[tuple[int, int], list] = {}
+        self.slots_latest: dict[tuple[int, int], list] = {}
         self.scripts: list[list] = [[] for _ in self.ranks]
         self.expected: list[list] = [[] for _ in self.ranks]
         self.num_calls = self.seed = self.num_windows = self.num_faults = 0
@@ -206,7 +212,7 @@ class Model:
     def micro_batch(self, f: int | None, lane: int, op: dict, event: str, kind: str | None = None) -> dict:
         self.seed += 1
         settings = self.functions[f] if f is not None else {"skip": False, "nonfinite": "step", "kind": kind}
-        if event in SKIPS and not settings["skip"]:
+        if event in SKIPS | SPOILS and not settings["skip"]:
             event = "raise"
         if event == "nan" and settings["nonfinite"] == "step":
             event = "ok"
@@ -240,8 +246,7 @@ class Model:
         for rank in self.ranks:
             progress = {}
             for f, key in self.latest[rank].items():
-                if key not in self.waiting:
-                    progress[f] = self.tracks[key].seen(rank, self.size(f, self.tracks[key].window))
+                progress[f] = self.tracks[key].seen(rank, self.size(f, self.tracks[key].window))
             self.expected[rank][-1] |= {
                 "params": params, "updates": updates, "progress": progress, "same_buffers": same_buffers,
                 "clean": [
@@ -266,6 +271,11 @@ class Model:
         if mb["event"] in SKIPS:
             self.num_faults += 1
             track.dropped[rank] += 1
+        elif mb["event"] in SPOILS:
+            self.num_faults += 1
+            track.dropped[rank] += 1
+            track.held[rank] = Held(len(self.of(lane)))
+            track.void[rank] = True
         else:
             loss, grads = self.gradient(f, lane, mb)
             track.held[rank].add(loss, mb["count"], grads)
@@ -286,7 +296,9 @@ class Model:
             track.loss[rank] = None if not mine.num else sum(mine.losses) / divisor if divisor else "?"
         total = sum(h.count for h in held) if kind == "sum" else sum(h.num for h in held)
         stepped = finite = True
-        if not sum(h.num for h in held) or not total or (not filled and settings["tail"] == "drop"):
+        if any(track.void):
+            track.loss = ["?"] * self.num_ranks
+        if any(track.void) or not sum(h.num for h in held) or not total or (not filled and settings["tail"] == "drop"):
             stepped, track.grad_norm = False, None
         else:
             whole = Held(len(self.of(lane)))
@@ -429,8 +441,7 @@ class Model:
                 return
             faults = {key: event for key, event in faults.items() if event in SKIPS and settings["skip"]}
             passed = set()
-        if twice:  # the loop is known to call twice from its second item on
-            lengths = [length and max(2, length) for length in lengths]
+        if twice:
             passed = set()
         some = [any((rank, item) not in passed for item in range(lengths[rank])) for rank in self.ranks]
         if not any(some) and not all(known):
@@ -441,7 +452,7 @@ class Model:
             some = [bool(length) for length in lengths]
         if not all(some) and (several or not (all(known) or named)):
             for rank in self.ranks:  # each rank gets an item, so that each knows the models
-                lengths[rank] = max(1 + twice, lengths[rank])
+                lengths[rank] = max(1, lengths[rank])
                 passed -= {(rank, 0)}
         fresh = not any(g == f and (g, lane) not in self.waiting for g, lane in self.tracks)
         tracks = [self.track(f, lane) for lane in lanes]
@@ -481,10 +492,11 @@ class Model:
                 result = "refused"
         if leave:
             result = "boom" if leave["how"] == "boom" else "left"
+        nest = None
         if inner is not None:
-            self.run_inner(inner, op, items, lengths)
+            nest = inner[0] if op["nest"] and self.run_inner(inner, op, items, lengths, closing=op["nest"]) else None
         for rank in self.ranks:
-            self.act(rank, ["over", f, items[rank], op["sized"], leave and leave["how"] == "break" and leave["item"]], result)
+            self.act(rank, ["over", f, items[rank], op["sized"], nest, leave and leave["how"] == "break" and leave["item"]], result)
         check = lanes[0] if uneven and result == "end" and settings["tail"] != "carry" and self.has_buffers(lanes[0]) else None
         self.look(same_buffers=check)
 
@@ -531,7 +543,7 @@ class Model:
                 if (rank, item) in passed:
                     continue
                 event = faults.get((rank, calls), "ok")
-                if event in SKIPS and not self.functions[f]["skip"]:
+                if event in SKIPS | SPOILS and not self.functions[f]["skip"]:
                     event = "raise"
                 if item == leave["item"] and leave["how"] == "boom":
                     event = "raise"
@@ -561,8 +573,12 @@ class Model:
             return None
         return g, lane
 
-    def run_inner(self, inner, op, items, lengths) -> None:
+    def run_inner(self, inner, op, items, lengths, *, closing: bool) -> bool:
         g, lane = inner
+        if any(one == g for one, _ in self.waiting) or any(
+            one == g and other != lane and t.is_open for (one, other), t in self.tracks.items()
+        ):
+            closing = False
         track = self.track(g, lane)
         for item in range(lengths[0]):
             size = self.size(g, track.window)
@@ -572,6 +588,9 @@ class Model:
                 self.call(track, g, lane, rank, mb)
             if track.index[0] == size:
                 self.close(track, g, lane, filled=True)
+        if closing and track.index[0]:
+            self.close(track, g, lane, filled=False)
+        return closing
 
     def do_flush(self, op: dict) -> None:
         f, result = op["f"], "end"
@@ -604,6 +623,7 @@ class Model:
     def do_save(self, op: dict) -> None:
         f = op["f"]
         self.slots[f, op["slot"]] = [(key, t.snapshot()) for key, t in self.tracks.items() if key[0] == f]
+        self.slots_latest[f, op["slot"]] = [latest.get(f) for latest in self.latest]
         for rank in self.ranks:
             self.act(rank, ["save", f, op["slot"]], "end")
         self.look()
@@ -612,11 +632,13 @@ class Model:
         f = op["f"]
         state = self.slots.get((f, op["slot"]))
         keys = [key for key in self.tracks if key[0] == f]
-        if not state or [key for key, _ in state] != keys or any(key in self.waiting for key in keys):
+        if not state:
+            return self.do_save(op)
+        if [key for key, _ in state] != keys[: len(state)] or any(key in self.waiting for key in keys):
             return
         if not all(self.is_free(f, lane) for _, lane in keys):
             return
-        torn = op["torn"] and self.num_ranks > 1 and any(s["window"] != self.tracks[key].window for key, s in state)
+        torn = op["torn"] and self.num_ranks > 1 and keys and any(s["window"] != self.tracks[key].window for key, s in state)
         if torn:
             for rank in self.ranks:  # one rank alone goes back: the next time that they meet, all are told
                 self.act(rank, ["load", f, op["slot"]] if rank == 0 else ["nothing"], "end")
@@ -624,9 +646,16 @@ class Model:
                 self.act(rank, ["flush", f], "refused")
             self.ended = True
             return self.look()
+        latest = self.slots_latest[f, op["slot"]]
+        for key in keys:  # one that was called first after the state was saved begins anew
+            new = Track(self.num_ranks, len(self.of(key[1])))
+            new.opened = self.tracks[key].opened
+            self.tracks[key] = new
         for key, saved in state:
             self.tracks[key].restore(saved)
         for rank in self.ranks:
+            if latest[rank] is not None:
+                self.latest[rank][f] = latest[rank]
             self.act(rank, ["load", f, op["slot"]], "end")
         self.look()
 
@@ -640,7 +669,6 @@ class Model:
             self.tracks[key].restore(self.tracks[key].snapshot())
             self.waiting.add(key)
         for rank in self.ranks:
-            self.latest[rank].pop(f, None)
             self.act(rank, ["resume", f], "end")
         self.look()
 
