@@ -16,11 +16,10 @@ from gradsync._windows import Windows, over
 from gradsync.functional._stream import length
 
 if TYPE_CHECKING:
-    from gradsync._typing import Accumulated
-    from collections.abc import Callable
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from gradsync._progress import Progress
+    from gradsync._typing import Accumulated
     from gradsync.functional._update import NonFinite
     from gradsync.functional._window import Steps
 
@@ -170,8 +169,10 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
     def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
         windows = Windows(getattr(function, "__qualname__", repr(function)).rpartition("<locals>.")[2], settings)
 
+        bound = inspect.ismethod(function)  # decorated as such: wrapt finds its instance, .over and .progress do not
+
         def call(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return windows.call(wrapped, instance, args, kwargs)
+            return windows.call(wrapped, None if bound else instance, args, kwargs)
 
         super().__init__(function, call)
         self._self_windows = windows

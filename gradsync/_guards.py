@@ -84,9 +84,8 @@ class StepGuard:
 class ForwardWatch:
     """Context manager: true once a forward of one of these models, or of a module in them, has begun."""
 
-    def __init__(self, models: Sequence[weakref.ref[nn.Module]]) -> None:
-        alive = [model for ref in models if (model := ref()) is not None]
-        self._ids = {id(module) for model in alive for module in model.modules()}
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._ids = {id(module) for model in models for module in model.modules()}
         self._began = False
 
     def __enter__(self) -> None:

@@ -14,6 +14,8 @@ from gradsync.functional._window import window_size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch.amp import GradScaler
+
     from gradsync.functional._window import Steps
 
 VERSION = 1
@@ -55,3 +57,38 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module in `DistributedDataParallel` and `torch.compile`."""
     inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
     return unwrapped(inner) if isinstance(inner, nn.Module) else model
+
+
+def check_state(
+    state: Mapping[str, Any], name: str, steps: Steps, num_ranks: int, names: Mapping[str, nn.Parameter]
+) -> None:
+    """Raise if a state belongs to other steps, models or ranks."""
+    here = {name: list(parameter.shape) for name, parameter in names.items()}
+    check_steps_of(state, name, steps)
+    if state["num_ranks"] != num_ranks:
+        raise GradSyncError(
+            f"A state of {name} can be loaded on as many ranks as it was saved on, {state['num_ranks']}, but "
+            f"there are {num_ranks}. Start that many{OR_WITHOUT_IT}"
+        )
+    if state["parameters"] != here:
+        odd = sorted(name for name, _ in state["parameters"].items() ^ here.items())
+        raise GradSyncError(
+            f"A state of {name} can be loaded for the parameters that it was saved for, names and shapes, but "
+            f"these differ in {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Call it with the same "
+            f"models and optimizers{OR_WITHOUT_IT}"
+        )
+
+
+def scale_of(scaler: GradScaler | None) -> float:
+    """What the held gradients are multiplied by."""
+    return 1.0 if scaler is None else scaler.get_scale()
+
+
+def check_scale(held: float, scaler: GradScaler | None, name: str) -> None:
+    """Raise if gradients that were held in another process were scaled by another number than those from here."""
+    if held != scale_of(scaler):
+        raise GradSyncError(
+            f"A window that is resumed in its middle needs the scaler that it began with, but the gradients in the "
+            f"state of {name} are scaled by {held:g}, and those since then by {scale_of(scaler):g}. Save "
+            "scaler.state_dict() in the same checkpoint, and load both."
+        )

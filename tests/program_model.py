@@ -516,7 +516,7 @@ class Model:
                     items[rank][item].append([f, lane, mb])
                     self.call(track, f, lane, rank, mb)
                 filled |= track.index[rank] == size
-            uneven |= len({held.num for held in track.held}) > 1
+            uneven |= not any(track.void) and len({held.num for held in track.held}) > 1
             if not filled:
                 break
             self.close(track, f, lane, filled=True)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 
-
 _EXACT = (torch.float32, torch.float64)  # in which a table survives its travel
 
 

@@ -143,9 +143,7 @@ class OpenWindow:
         zeros = weightless(self.leaves)
         try:
             table = self._table(row) if last and not self._tell_after else ()
-            summed = backward(
-                tensor, self._active, size=self.size, last=last, early=early, differ=True, table=table
-            )
+            summed = backward(tensor, self._active, size=self.size, last=last, early=early, differ=True, table=table)
         finally:
             zeros.remove()
         if not last:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 Steps: TypeAlias = "int | Callable[[int], int]"
 """How many micro-batches a window has: a number, or a function of the window's number."""
