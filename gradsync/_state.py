@@ -71,7 +71,8 @@ def check_state(
             f"there are {num_ranks}. Start that many{OR_WITHOUT_IT}"
         )
     if state["parameters"] != here:
-        odd = sorted(name for name, _ in state["parameters"].items() ^ here.items())
+        saved = state["parameters"]
+        odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
         raise GradSyncError(
             f"A state of {name} can be loaded for the parameters that it was saved for, names and shapes, but "
             f"these differ in {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Call it with the same "

@@ -23,6 +23,10 @@ WRAPS = {
 }
 
 
+def ready() -> None:
+    """The ranks are there."""
+
+
 def play(program: dict, scripts: list, refusals: list) -> list:
     """This rank's script; what was seen after each action."""
     with warnings.catch_warnings():

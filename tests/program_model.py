@@ -386,11 +386,8 @@ class Model:
                 ahead = [0] * self.num_ranks
             else:  # buffers are broadcast as a window opens: all open it
                 ahead = [a if o else max(1, a) for a, o in zip(ahead, track.opened, strict=True)]
-        if first and not op["windows"] and not all(ahead):
-            if size == 1:
-                del self.tracks[f, lane]
-                return self.do_calls({**op, "windows": 1})
-            ahead = [max(1, a) for a in ahead]
+        if first and not op["windows"] and not all(a > i for a, i in zip(ahead, track.index, strict=True)):
+            return self.do_calls({**op, "windows": 1})  # its first call is on every rank
         for rank in self.ranks:
             go(rank, ahead[rank])
             self.act(rank, ["calls", f, lane, calls[rank]], results[rank])

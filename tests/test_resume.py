@@ -57,8 +57,8 @@ def test_no_sample_is_skipped_or_seen_twice(ranks, stop):
 
 def test_a_state_is_plain_and_its_own():
     """Numbers, strings, lists, dicts and tensors; later calls do not reach into it."""
-    run = Run("scaler")
-    for i in range(5):
+    run = Run("clip")
+    for i in range(4):
         run.call(i)
     state = run.step.state_dict()
     kept = copy.deepcopy(state)
@@ -73,11 +73,13 @@ def test_a_state_is_plain_and_its_own():
         )
 
     assert plain(state) and set(state["windows"][0]["open"]["gradients"]) == dict(run.model.named_parameters()).keys()
-    run.call(5)
+    run.call(4)
     assert repr(state) == repr(kept)
-    again = Run("scaler")
-    again.load({**run.save(), "step": state})
-    again.call(5)
+    again = Run("clip")
+    again.step.load_state_dict(state)
+    again.call(4)
+    run.step.reset()
+    again.step.reset()
     assert repr(state) == repr(kept), "loading takes copies"
 
 
@@ -221,8 +223,9 @@ def stepping(steps, **kwargs):
 @pytest.mark.parametrize("live", [True, False])
 def test_other_steps(calls, live):
     step, model = stepping(5), small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if live:
-        step(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch(0, 0))
+        step(model, optimizer, micro_batch(0, 0))
     text = "can be loaded with the steps that it was saved with, 3, but there are 5. Use the same; or, if it was saved at a"
     with pytest.raises(GradSyncError, match=re.escape(text)):
         step.load_state_dict(after(calls))

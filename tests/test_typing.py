@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ACCEPTS, REJECTS = ROOT / "tests/typing/accepts.py", ROOT / "tests/typing/rejects.py"
+ACCEPTS, REJECTS = ROOT / "tests/typecheck/accepts.py", ROOT / "tests/typecheck/rejects.py"
 
 
 def marked() -> set[int]:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import gradsync
-from tests.typing.accepts import Trainer, train_step
+from tests.typecheck.accepts import Trainer, train_step
 
 
 def misuse(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
