@@ -8,6 +8,8 @@ import weakref
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from gradsync._accumulation import Accumulation
 from gradsync._cast import cast_of, check_cast
 from gradsync._feed import Feed
@@ -19,6 +21,7 @@ from gradsync.functional._stream import length, lookahead
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from torch import nn
     from torch.optim import Optimizer
 
     from gradsync._settings import Settings
@@ -153,8 +156,10 @@ class Windows:
         table = self._by_optimizer.setdefault(cast.optimizers[0], {})
         accumulation = table.get(full_key)
         if accumulation is None:
-            accumulation = Accumulation(self._name, next(self._order), self._settings, cast)
-            if waiting := self._loaded.get(key):
+            waiting = self._loaded.get(key)
+            with _keeping_buffers(cast.models if waiting and waiting[0]["index"] else ()):
+                accumulation = Accumulation(self._name, next(self._order), self._settings, cast)
+            if waiting:
                 accumulation.check_state(waiting[0])
                 accumulation.load_state_dict(waiting[0])
                 self._loaded[key], self._loaded_latest[key] = waiting[1:], None
@@ -200,6 +205,17 @@ class Windows:
             if every or full_key[0] == key
         ]
         return sorted(found, key=lambda accumulation: accumulation.order)
+
+
+@contextmanager
+def _keeping_buffers(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Making an engine gives all ranks the buffers of rank 0, but in the middle of a window each has its own."""
+    buffers = [buffer for model in models for buffer in model.buffers()]
+    kept = [buffer.clone() for buffer in buffers]
+    yield
+    with torch.no_grad():
+        for buffer, own in zip(buffers, kept, strict=True):
+            buffer.copy_(own)
 
 
 def over(iterable: Iterable[T], decorated: Sequence[tuple[Windows, object]]) -> Iterator[T]:

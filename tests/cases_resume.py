@@ -68,7 +68,8 @@ class Run:
         if self.kind == "skip" and i % 3 == 1:
             raise Bad
         if self.kind.startswith("sum"):
-            count = {"sum": int, "sum float": float, "sum tensor": torch.tensor}[self.kind](x.numel() + i)
+            # A whole number that a float32 does not hold, as a tensor.
+            count = {"sum": int, "sum float": float, "sum tensor": torch.tensor}[self.kind](x.numel() + i + 2**25)
             return LossSum(sum_loss(models[0], x), count)
         loss = sum(mean_loss(model, x) for model in models)
         return loss * self.scale if self.kind == "not in a module" else loss

@@ -4,8 +4,9 @@
 
 SPEC is JSON. The lines that a rank runs are counted, those of gradsync and of the script only: a kill comes at the
 `line`-th, or `delay` seconds after it, which is then wherever the rank is, in torch's C++ too. `rank` and `attempt` say
-whose and in which of torchrun's attempts. `pause` waits there until a file is gone, having said so in another. Without
-a line nothing happens, and the number of lines is written to `count`. `timeout` is the process group's.
+whose and in which of torchrun's attempts. With `function`, its calls are counted in the place of lines. With `pause`, the
+rank does not die, but makes that file and waits until it is gone. Without a line nothing happens, and the number of
+lines is written to `count`. `timeout` is the process group's.
 """
 
 from __future__ import annotations
@@ -30,23 +31,31 @@ _INIT = dist.init_process_group
 
 
 class Lines:
-    """Counts lines, and does something at one of them."""
+    """Counts lines, or calls of one function, and does something at one of them."""
 
-    def __init__(self, script: str, at: int, act) -> None:
-        self.seen, self._script, self._at, self._act = 0, script, at, act
+    def __init__(self, script: str, function: str | None, at: int, act) -> None:
+        self.seen, self._script, self._function, self._at, self._act = 0, script, function, at, act
 
     def start(self) -> None:
         sys.settrace(self._enter)
 
     def _enter(self, frame, event, _):
-        return self._line if frame.f_code.co_filename.startswith((PACKAGE, self._script)) else None
+        code = frame.f_code
+        if self._function is not None:
+            if code.co_filename == self._script and code.co_name == self._function:
+                self._count()
+            return None
+        return self._line if code.co_filename.startswith((PACKAGE, self._script)) else None
 
     def _line(self, frame, event, _):
         if event == "line":
-            self.seen += 1
-            if self.seen == self._at:
-                self._act()
+            self._count()
         return self._line
+
+    def _count(self) -> None:
+        self.seen += 1
+        if self.seen == self._at:
+            self._act()
 
 
 def die() -> None:
@@ -61,7 +70,7 @@ def main(spec: str, script: str, *options: str) -> None:
     def act() -> None:
         if "pause" in told:
             file = Path(told["pause"])
-            (file.parent / f"{file.name}-{rank}").touch()
+            file.touch()
             while file.exists():
                 time.sleep(0.01)
         elif told.get("delay"):
@@ -71,7 +80,7 @@ def main(spec: str, script: str, *options: str) -> None:
 
     if "timeout" in told:
         dist.init_process_group = functools.partial(_INIT, timeout=timedelta(seconds=told["timeout"]))
-    lines = Lines(script, told.get("line", 0) if mine else 0, act)
+    lines = Lines(script, told.get("function"), told.get("line", 0) if mine else 0, act)
     sys.argv = [script, *options]
     if mine or "count" in told:
         lines.start()

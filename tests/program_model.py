@@ -175,6 +175,9 @@ class Model:
         for op in program["ops"]:
             if not self.ended:
                 getattr(self, "do_" + op["do"])(op)
+            if op.get("then") and not self.ended:  # right after it, for what it has left open
+                f = 1 - op["f"] if op["then"] == "reset_other" else op["f"]
+                getattr(self, "do_" + op["then"].partition("_")[0])({"f": f, "slot": 0, "torn": False, "all": True})
 
     # -- words ------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ COMMANDS = {
     "gan": ["gan.py", "--quick"],
     "before": ["before.py"],
     "after": ["after.py"],
+    "resume": ["resume.py", "--quick"],
 }
 TAILS = {"before tail": ["before.py", "--batches", "30"], "after tail": ["after.py", "--batches", "30"]}
 

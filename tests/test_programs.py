@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 from tests.program_model import Model
 
 LIMIT = 20.0  # seconds a program may take; one takes a few hundredths
-IN_PYTEST = int(os.environ.get("GRADSYNC_PROGRAMS", "300"))
+LIMIT_SHRINKING = 6.0  # once one has failed
+IN_PYTEST = int(os.environ.get("GRADSYNC_PROGRAMS", "250"))
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------
@@ -48,14 +49,16 @@ def an_op(**fields):
 
 
 CALL = {"f": FUNCTION, "lane": st.integers(0, 1), "counts": COUNTS, "part": st.booleans()}
+THEN = st.sampled_from([None] * 4 + ["resume", "resume", "save", "load", "flush", "reset_other"])
 FAULTS = a_list(st.fixed_dictionaries({"rank": RANK, "at": st.integers(0, 6), "event": EVENT}), 3)
 OPS = {
-    "calls": an_op(do="calls", **CALL, windows=st.integers(0, 2), extras=st.tuples(SMALL, SMALL, SMALL), faults=FAULTS),
+    "calls": an_op(do="calls", **CALL, windows=st.integers(0, 2), extras=st.tuples(SMALL, SMALL, SMALL), faults=FAULTS, then=THEN),
     "over": an_op(
         do="over", **CALL, lengths=st.tuples(*[st.integers(0, 7)] * 3), sized=st.booleans(), twice=st.booleans(),
         all_lanes=st.booleans(), faults=FAULTS, inner=st.none() | FUNCTION, nest=st.booleans(),
         passed=a_list(st.fixed_dictionaries({"rank": RANK, "item": st.integers(0, 6)}), 3),
         leave=st.none() | st.fixed_dictionaries({"how": st.sampled_from(["break", "boom"]), "item": st.integers(0, 4)}),
+        then=THEN,
     ),
     "flush": an_op(do="flush", f=FUNCTION),
     "reset": an_op(do="reset", f=FUNCTION, all=st.booleans(), who=a_list(RANK, 2)),
@@ -195,7 +198,7 @@ class Totals:
         )
 
 
-def run(program: dict, pool, totals: Totals | None = None) -> None:
+def run(program: dict, pool, totals: Totals | None = None, limit: float = LIMIT) -> None:
     """One program on its ranks, compared."""
     model = Model(program)
     start = time.monotonic()
@@ -204,14 +207,14 @@ def run(program: dict, pool, totals: Totals | None = None) -> None:
     if not ranks._processes:
         ranks.run("tests.cases_programs:ready")  # starting them is not the program's time
         start = time.monotonic()
-    seen = ranks.run("tests.cases_programs:play", program, model.scripts, refusals, limit=LIMIT)
+    seen = ranks.run("tests.cases_programs:play", program, model.scripts, refusals, limit=limit)
     if totals is not None:
         totals.add(program, model, time.monotonic() - start)
     check(program, model, seen)
 
 
 def run_many(number: int, pool, start: int | None, *, shrink: bool = True) -> Totals:
-    totals = Totals()
+    totals, limit = Totals(), LIMIT
     phases = [Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else [])]
 
     @settings(
@@ -220,10 +223,11 @@ def run_many(number: int, pool, start: int | None, *, shrink: bool = True) -> To
     )
     @given(programs())
     def every(program):
+        nonlocal limit
         try:
-            run(program, pool, totals)
+            run(program, pool, totals, limit)
         except BaseException as error:
-            error.program = program
+            error.program, limit = program, LIMIT_SHRINKING
             raise
 
     try:

@@ -247,7 +247,8 @@ def test_other_parameters():
     with pytest.raises(GradSyncError, match=re.escape(text) + ".*same models and optimizers"):
         step(large, torch.optim.SGD(large.parameters(), lr=0.1), micro_batch(0, 0))
     assert step.progress.micro_steps == 4
-    step(small, torch.optim.SGD(small.parameters(), lr=0.1), micro_batch(0, 0))
+    optimizer = torch.optim.SGD(small.parameters(), lr=0.1)
+    step(small, optimizer, micro_batch(0, 0))
     assert step.progress.micro_steps == 5
     step.reset()
     small[2] = torch.nn.Linear(5, 3).double()

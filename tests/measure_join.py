@@ -1,0 +1,95 @@
+"""What uneven ranks cost: `accumulating.over` against torch's `Join`, interleaved in one run.
+
+    torchrun --standalone --nproc-per-node 2 -m tests.measure_join
+
+Microseconds that each adds to a micro-step of a tiny model on DDP with buffers left out, lengths known and unknown.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import time
+
+import gradsync
+
+STEPS, MICRO_STEPS, ROUNDS = 4, 400, 10
+
+
+def pair(wrap):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    return wrap(model), torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+@gradsync.accumulating(steps=STEPS)
+def train_step(model, optimizer, x):
+    return model(x).sum()
+
+
+def every_step(model, optimizer, batches):
+    for x in batches:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_join(model, optimizer, batches):
+    with Join([model]):
+        every_step(model, optimizer, batches)
+
+
+def plain(model, optimizer, batches):
+    for x in batches:
+        train_step(model, optimizer, x)
+
+
+def known(model, optimizer, batches):
+    for x in train_step.over(batches):
+        train_step(model, optimizer, x)
+
+
+def unknown(model, optimizer, batches):
+    for x in train_step.over(iter(batches)):
+        train_step(model, optimizer, x)
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    batches = list(torch.randn(MICRO_STEPS, 4, 8))
+    ways = {
+        "DDP, each step": (every_step, *pair(DDP)),
+        "DDP, each step, Join": (with_join, *pair(DDP)),
+        "accumulating, DDP": (plain, *pair(DDP)),
+        "accumulating.over, DDP, known": (known, *pair(DDP)),
+        "accumulating.over, DDP, unknown": (unknown, *pair(DDP)),
+        "accumulating, bare": (plain, *pair(lambda m: m)),
+        "accumulating.over, bare, known": (known, *pair(lambda m: m)),
+        "accumulating.over, bare, unknown": (unknown, *pair(lambda m: m)),
+    }
+    best = dict.fromkeys(ways, float("inf"))
+    for _ in range(ROUNDS):
+        for name, (run, model, optimizer) in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            run(model, optimizer, batches)
+            best[name] = min(best[name], (time.perf_counter() - start) / MICRO_STEPS * 1e6)
+    if dist.get_rank() == 0:
+        join = best["DDP, each step, Join"] - best["DDP, each step"]
+        print(f"{dist.get_world_size()} ranks, best of {ROUNDS} rounds, us a micro-step; Join adds {join:.0f}")
+        for name, cost in best.items():
+            base = best["accumulating, bare" if "bare" in name else "accumulating, DDP"]
+            adds = f"adds {cost - base:6.0f}, {(cost - base) / join:5.2f} of Join's" if "over" in name else ""
+            print(f"{name:<34}{cost:8.1f}  {adds}")
+    dist.barrier()
+    os._exit(0)
+
+
+main()
