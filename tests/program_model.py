@@ -127,7 +127,7 @@ class Track:
         return {
             "window": self.window, "updates": self.updates, "skipped": self.skipped,
             "micro_steps": list(self.micro_steps), "dropped": list(self.dropped), "index": list(self.index),
-            "void": list(self.void), "held": [held.copy() for held in self.held],
+            "void": list(self.void), "opened": list(self.opened), "held": [held.copy() for held in self.held],
         }  # fmt: skip
 
     def restore(self, state: dict) -> None:
@@ -648,9 +648,7 @@ class Model:
             return self.look()
         latest = self.slots_latest[f, op["slot"]]
         for key in keys:  # one that was called first after the state was saved begins anew
-            new = Track(self.num_ranks, len(self.of(key[1])))
-            new.opened = self.tracks[key].opened
-            self.tracks[key] = new
+            self.tracks[key] = Track(self.num_ranks, len(self.of(key[1])))
         for key, saved in state:
             self.tracks[key].restore(saved)
         for rank in self.ranks:
