@@ -43,7 +43,9 @@ class Accumulation:
         self.order = order  # among the windows of its function
         self.index = 0
         self._settings = settings
-        self._counts = dict.fromkeys(("micro_steps", "updates", "window", "skipped", "dropped", "replays"), 0)
+        self._counts: dict[str, int] = dict.fromkeys(
+            ("micro_steps", "updates", "window", "skipped", "dropped", "replays"), 0
+        )
         self._binding = Binding(name, settings, cast)
         self._peers = Peers(name, settings, self._counts)
         self._guards = [optimizer.register_step_pre_hook(StepGuard(self)) for optimizer in cast.optimizers]

@@ -147,3 +147,38 @@ def an_empty_rank(kind: str, how: str) -> str:
     except gradsync.GradSyncError as error:
         return str(error)
     return "no error"
+
+
+def resumed(kind: str) -> str:
+    """Save in the middle of a window, load into another model, go on: the updates of an uninterrupted run."""
+    import io
+
+    rank = dist.get_rank()
+
+    def begin():
+        home = sharded(kind)
+        optimizer = FullRecorder(home.parameters(), lr=0.05)
+        return home, optimizer, accumulating(steps=3)(lambda home, optimizer, x: mean_loss(home, x))
+
+    home, optimizer, step = begin()
+    for i in range(5):
+        step(home, optimizer, micro_batch(rank, i))
+    try:
+        saved = io.BytesIO()
+        torch.save(step.state_dict(), saved)
+    except gradsync.GradSyncError as error:
+        step.reset()
+        return str(error)
+    weights = {k: getattr(v, "full_tensor", lambda v=v: v)().clone() for k, v in home.state_dict().items()}
+    step.reset()
+    other, optimizer2, step2 = begin()
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            mine = dict(home.named_parameters())[name]
+            parameter.copy_(mine)
+    saved.seek(0)
+    step2.load_state_dict(torch.load(saved, weights_only=True))
+    step2(other, optimizer2, micro_batch(rank, 5))
+    expected, _ = train(small_model(), cut([6, 6], 3), window_mean, lr=0.05)
+    assert_equal_updates(optimizer.seen + optimizer2.seen, expected, 1e-10)
+    return f"{len(weights)} tensors"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import re
 
 import pytest
@@ -200,7 +199,6 @@ def test_methods_have_states_of_their_own():
         assert waiting.train_step.progress.micro_steps == 0
         waiting.train_step.load_state_dict(state)
         del waiting
-        gc.collect()
 
 
 # -- a state that does not fit --------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from gradsync.engines._protocol import Engine
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import nn
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
     from gradsync.engines._protocol import Table
@@ -70,6 +71,12 @@ class FSDP1Engine(Engine):
 
     def num_held(self) -> int:
         return sum(parameter.grad is not None for parameter in self.parameters)
+
+    def held_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        raise GradSyncError(
+            "A state in the middle of a window holds whole gradients by name, which FSDP1 does not keep. Save at a "
+            "boundary, where progress.index is 0, or use fully_shard."
+        )
 
     # -- micro-batch ----------------------------------------------------------------------------------------------
 

@@ -82,6 +82,11 @@ class FSDP2Engine(Engine):
         )
 
     def held_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        if any(group._partial_reduce_output is not None for group in self._groups):
+            raise GradSyncError(
+                'A state in the middle of a window holds whole gradients, but under sync="shard" this rank holds parts '
+                'of them. Save at a boundary, where progress.index is 0, or use sync="window".'
+            )
         held = {}
         for param in self._params:
             gradient = param.unsharded_accumulated_grad

@@ -226,13 +226,16 @@ class OpenWindow:
 
     def state_dict(self, names: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         """What came so far on this rank: counts, losses, and the held gradients by the parameters' `names`."""
+        held = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
+        for engine in self.engines:
+            held |= engine.held_gradients()
         return {
             "size": self.size,
             "num_micro_batches": self.num_micro_batches,
             # As it is: a float and an integer tensor would add up to a float32, which counts to 2**24 only.
             "count": self.count.detach().clone() if isinstance(self.count, torch.Tensor) else self.count,
             "losses": [loss.clone() for loss in self.losses],
-            "gradients": {name: p.grad.detach().clone() for name, p in names.items() if p.grad is not None},
+            "gradients": {name: held[p].detach().clone() for name, p in names.items() if p in held},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], names: Mapping[str, nn.Parameter]) -> None:
@@ -241,8 +244,13 @@ class OpenWindow:
         self.num_micro_batches = state["num_micro_batches"]
         self.count = count.to(device) if isinstance(count, torch.Tensor) else count
         self.losses = [loss.to(device) for loss in state["losses"]]
-        for name, gradient in state["gradients"].items():
-            names[name].grad = gradient.to(names[name]).clone()
+        held = {names[name]: gradient.to(device).clone() for name, gradient in state["gradients"].items()}
+        for engine in self.engines:
+            engine.load_held(held)
+        covered = {id(parameter) for engine in self.engines for parameter in engine.parameters}
+        for parameter, gradient in held.items():
+            if id(parameter) not in covered:
+                parameter.grad = gradient
 
     def _clear(self) -> None:
         self.num_micro_batches = 0
