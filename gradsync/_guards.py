@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gradsync._accumulation import Accumulation
     from gradsync.functional._open_window import OpenWindow
 
 
@@ -64,12 +63,23 @@ class GradientWatch:
         )
 
 
+class Guarded(Protocol):
+    """Whose optimizer a `StepGuard` watches."""
+
+    name: str
+
+    @property
+    def guarded(self) -> bool:
+        """Whether a step of somebody else's would do harm now."""
+        ...
+
+
 class StepGuard:
     """An optimizer's step pre-hook: nobody else may step it in the middle of a window."""
 
     __slots__ = ("_accumulation",)
 
-    def __init__(self, accumulation: Accumulation) -> None:
+    def __init__(self, accumulation: Guarded) -> None:
         self._accumulation = weakref.ref(accumulation)
 
     def __call__(self, *_: object) -> None:
