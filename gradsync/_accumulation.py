@@ -48,7 +48,8 @@ class Accumulation:
         )
         self._binding = Binding(name, settings, cast)
         self._peers = Peers(name, settings, self._counts)
-        self._guards = [optimizer.register_step_pre_hook(StepGuard(self)) for optimizer in cast.optimizers]
+        for optimizer in cast.optimizers:
+            optimizer.register_step_pre_hook(StepGuard(self))
         self._watch = GradientWatch()
         self._updating = False
         self._running = False

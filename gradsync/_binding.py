@@ -39,7 +39,7 @@ class Binding:
         self._look_at(cast)
 
     def has(self, participants: Sequence[object]) -> bool:
-        """Whether these are the participants of the last call: by identity, at 0.1 us each."""
+        """Whether these are the participants of the last call: by identity, which is quick."""
         refs = self._participants
         if len(refs) != len(participants):
             return False

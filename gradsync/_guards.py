@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class GradientWatch:
-    """Watches one gradient: it tells, at 0.2 us a call, whether somebody else touched them."""
+    """Watches one gradient: it tells, at little cost, whether somebody else touched them."""
 
     __slots__ = ("_gradient", "_parameter", "_version")
 

@@ -181,10 +181,7 @@ class Windows:
             if alive is not None:
                 tables.get(alive, {}).pop(full_key, None)
 
-        try:
-            weakref.finalize(instance, forget).atexit = False
-        except TypeError:
-            return  # an instance with __slots__: its windows die with their optimizer
+        _at_the_end_of(instance, forget)
 
     def _forget_loaded_with(self, instance: object, key: Key) -> None:
         loaded, latest = self._loaded, self._loaded_latest
@@ -193,8 +190,7 @@ class Windows:
             loaded.pop(key, None)
             latest.pop(key, None)
 
-        with suppress(TypeError):  # an instance with __slots__
-            weakref.finalize(instance, forget).atexit = False
+        _at_the_end_of(instance, forget)
 
     def _all(self, key: Key, *, every: bool = False) -> list[Accumulation]:
         """In the order of their first call."""
@@ -205,6 +201,12 @@ class Windows:
             if every or full_key[0] == key
         ]
         return sorted(found, key=lambda accumulation: accumulation.order)
+
+
+def _at_the_end_of(instance: object, forget: Callable[[], None]) -> None:
+    """Call `forget` as the instance dies; one with __slots__ tells nobody, and its windows die with their optimizer."""
+    with suppress(TypeError):
+        weakref.finalize(instance, forget).atexit = False
 
 
 @contextmanager

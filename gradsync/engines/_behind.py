@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.engines._ddp import DDPEngine
+from gradsync.engines._ddp import DDPEngine, same
 from gradsync.engines._protocol import TABLE_WIDTH, Table
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ class BehindEngine(DDPEngine):
     ) -> None:
         self._over = group  # the ranks of the engines that cover the rest of the module, if any do
         self._module = weakref.ref(module)
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._covered = frozenset(covered)
         super().__init__(self._make(module, first=True), module)
         self.parameters = [parameter for parameter in module.parameters() if id(parameter) not in self._covered]
@@ -51,8 +50,7 @@ class BehindEngine(DDPEngine):
 
     def trainable(self) -> bool:
         now = [parameter for parameter in self.parameters if parameter.requires_grad]
-        ours = self._reduced[1:]
-        if now and (len(now) != len(ours) or any(a is not b for a, b in zip(now, ours, strict=True))):
+        if now and not same(now, self._reduced[1:]):
             module = self._module()
             assert module is not None, "the caller holds the module"
             self._ddp.reducer._remove_autograd_hooks()

@@ -80,7 +80,7 @@ class DDPEngine(Engine):
 
     def trainable(self) -> bool:
         now = _reduced_parameters(self._ddp)
-        if len(now) != len(self._reduced) or any(a is not b for a, b in zip(now, self._reduced, strict=True)):
+        if not same(now, self._reduced):
             self._reduced = now
             if now:
                 self._rebuild_reducer()
@@ -143,9 +143,7 @@ class DDPEngine(Engine):
         missing = self._unready()
         searched = self._ddp.find_unused_parameters or self._ddp.static_graph
         never_used = [] if searched else [parameter for parameter in missing if parameter.grad is None]
-        if missing:
-            self._touch(missing).backward()
-        self._rebuild_buckets()
+        self._complete(missing)
         if never_used:
             raise GradSyncError(_unused_message(self.named_parameters(), never_used))
         return None
@@ -162,9 +160,7 @@ class DDPEngine(Engine):
         except RuntimeError:
             self._forget_reduction()
             return None
-        if missing:
-            self._touch(missing).backward()
-        self._rebuild_buckets()
+        self._complete(missing)
         return None
 
     def reduce(self, table: Table = ()) -> Table | None:  # noqa: ARG002 - for those that carry
@@ -232,6 +228,12 @@ class DDPEngine(Engine):
                 raise
             return [self._reduced[int(index)] for index in found[1].split()]
         return []
+
+    def _complete(self, missing: Sequence[nn.Parameter]) -> None:
+        """Make ready what a backward has left, and with it the whole reduction."""
+        if missing:
+            self._touch(missing).backward()
+        self._rebuild_buckets()
 
     def _queue_delayed_reduction(self) -> None:
         Variable._execution_engine.queue_callback(self._reducer._delay_all_reduce)
@@ -302,6 +304,11 @@ class DDPEngine(Engine):
             dist._register_comm_hook(ddp.reducer, state, hook)
         if builtin is not None:
             ddp._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, builtin))
+
+
+def same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
+    """Whether these are the same objects; `==` would compare what is in them."""
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 def _reduced_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
