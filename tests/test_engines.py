@@ -140,7 +140,9 @@ def test_beyond_data_parallel(ranks, case):
     ranks(4).run(CASES + case)
 
 
-@pytest.mark.parametrize("engine", ["none", "bare", "ddp", "replicate", "fsdp1_full_orig", *FSDP2])
+@pytest.mark.parametrize(
+    "engine", ["none", "bare", "ddp", "replicate", "fsdp1_full_orig", *FSDP2, "hsdp_window", "hsdp_shard", "hsdp_each"]
+)
 def test_compiled_models_are_not_compiled_again(ranks, engine):
     """After the second window."""
-    ranks(1 if engine == "none" else 2).run(CASES + "compiled", engine)
+    ranks(1 if engine == "none" else 4 if "hsdp" in engine else 2).run(CASES + "compiled", engine)
