@@ -14,6 +14,7 @@ from gradsync._state import check_scale, check_state, scale_of
 from gradsync.functional._loss import detach, find_loss
 from gradsync.functional._lost import WaitingFor, is_lost, lost
 from gradsync.functional._micro_batch import named_range
+from gradsync.functional._notice import Notice
 from gradsync.functional._update import check_steppable, update
 from gradsync.functional._window import window_size
 
@@ -116,7 +117,7 @@ class Accumulation:
                 elif window.forward_communicates:
                     rows = self._replay(feed, last=last, filled=filled, called=True)
                 else:
-                    rows = self._reduce(more=more, filled=filled, called=True) if last else None
+                    rows = self._reduce(feed, more=more, filled=filled, called=True) if last else None
             self._counts["micro_steps"] += 1
             self.index += 1
             if last:
@@ -186,7 +187,7 @@ class Accumulation:
             rows = window.backward(
                 loss,
                 last=last,
-                ask=feed is not None,
+                notice=self._peers.notice(window) if last and feed is not None else None,
                 more=more,
                 filled=filled,
                 early=self._early(feed),
@@ -223,14 +224,20 @@ class Accumulation:
         self._counts["replays"] += 1
         window = self._binding.window
         loss = find_loss(function(*args, **kwargs))
+        notice = None
         if last:
             self._peers.agree(window, None)
-        return window.replay(loss, last=last, filled=filled, called=called, early=self._early(feed))
+            notice = None if feed is None else self._peers.notice(window)
+        return window.replay(loss, last=last, notice=notice, filled=filled, called=called, early=self._early(feed))
 
-    def _reduce(self, *, more: bool = False, filled: bool = False, called: bool) -> list[Row]:
+    def _reduce(self, feed: Feed | None, *, more: bool = False, filled: bool = False, called: bool) -> Sequence[Row]:
         """Synchronise what is held, without a backward."""
-        self._peers.agree(self._binding.window, None)
-        return self._binding.window.reduce(more=more, filled=filled, called=called)
+        window = self._binding.window
+        self._peers.agree(window, None)
+        notice = Notice() if feed is None else self._peers.notice(window)
+        rows = window.reduce(notice=notice, more=more, filled=filled, called=called)
+        assert rows is not None, "a window that is not full is told about"
+        return rows
 
     # -- the end of the data ----------------------------------------------------------------------------------------
 
@@ -251,7 +258,8 @@ class Accumulation:
                 return False
             self._meet(feed, has_item=False)
             with WaitingFor(peers.what):
-                goes_on = self._finish_in_step(feed) if window.forward_communicates else self._finish_window()
+                finish = self._finish_in_step if window.forward_communicates else self._finish_window
+                goes_on = finish(feed)
             if not goes_on:
                 peers.end(window)
         except BaseException:
@@ -259,7 +267,7 @@ class Accumulation:
             raise
         return goes_on
 
-    def _finish_window(self) -> bool:
+    def _finish_window(self, feed: Feed) -> bool:
         """Take part in the synchronisation of one more window, if there is one."""
         if not self._peers.any_more:
             return False
@@ -268,7 +276,7 @@ class Accumulation:
         # Where the window is to stay open, each rank keeps what it held.
         held = window.copy_gradients() if carry else {}
         with window.hold:
-            rows = self._reduce(called=self.index > 0)
+            rows = self._reduce(feed, called=self.index > 0)
         if carry and not any(row.filled for row in rows):
             window.put_back(held)
         self._close(rows, flushing=False)
@@ -281,7 +289,7 @@ class Accumulation:
         if not anybody:
             if self.index and not carry:
                 with window.hold:
-                    rows = self._reduce(called=True)
+                    rows = self._reduce(feed, called=True)
                 self._close(rows, flushing=False)
             return False
         self._open_if_new(self._peers.next_source)
@@ -314,7 +322,7 @@ class Accumulation:
         try:
             self._open_if_new(source)
             with WaitingFor(self._peers.what), window.hold:
-                rows = self._reduce(called=self.index > 0)
+                rows = self._reduce(None, called=self.index > 0)
             self._close(rows, flushing=True)
         except BaseException:
             self.discard()

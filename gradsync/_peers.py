@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradsync._guards import check_replays, check_sync_batchnorm
-from gradsync.functional._agreement import insist, meet
-from gradsync.functional._loss import LossSum
+from gradsync.functional._agreement import agree_on_kind, insist, meet
+from gradsync.functional._loss import SUM, kind_of
 from gradsync.functional._lost import WaitingFor
+from gradsync.functional._notice import Notice, new_token
 from gradsync.functional._tally import Row
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from gradsync._feed import Feed
     from gradsync._settings import Settings
+    from gradsync.functional._loss import LossSum
     from gradsync.functional._open_window import OpenWindow
 
 
@@ -32,6 +34,9 @@ class Peers:
         self._settings = settings
         self._counts = counts
         self._agreed = False
+        self._sums = False  # whether the losses are sums, as agreed
+        self._token = ""
+        self._notice: Notice | None = None
         self._may_have_more: list[bool] = []  # by rank, in the `.over` that runs
         self._met: Feed | None = None  # the `.over` whose ranks have met
         self._last_source = 0  # the lowest rank with a micro-batch in the last window
@@ -70,13 +75,20 @@ class Peers:
         said = meet(
             window.group,
             f"the data of {self._name}.over",
-            {**words, "more": has_item or is_open, "items": feed.num_items, "can replay": can_replay},
+            {
+                **words,
+                "more": has_item or is_open,
+                "items": feed.num_items,
+                "can replay": can_replay,
+                "token": new_token(),
+            },
         )
         insist([{key: one[key] for key in words} for one in said])
         if window.forward_communicates and any(one["more"] for one in said):
             check_replays([one["can replay"] for one in said], self._name)
         check_sync_batchnorm(models, [one["items"] for one in said], self._name)
         self._met = feed
+        self._token, self._notice = said[0]["token"], None
         self._may_have_more = [one["more"] for one in said]
         self._uneven = len(set(self._may_have_more)) > 1
 
@@ -92,18 +104,30 @@ class Peers:
             return
         self._agreed = True
         settings = self._settings
-        kind = None if loss is None else "a LossSum" if isinstance(loss, LossSum) else "a mean"
-        words = {
-            "steps": window.size,
-            "tail": settings.tail,
-            "sync": settings.sync,
-            "nonfinite": settings.nonfinite,
-            "clip_norm": settings.clip_norm,
-            "skip": [kind.__name__ for kind in settings.skip],
-        }
-        said = meet(window.group, f"the first boundary of {self._name}", {**words, "loss": kind})
-        insist([{key: one[key] for key in words} for one in said])
-        insist([{"kind of loss": one["loss"]} for one in said if one["loss"] is not None] or [{}])
+        self._sums = (
+            agree_on_kind(
+                window.group,
+                f"the first boundary of {self._name}",
+                kind_of(loss),
+                steps=window.size,
+                tail=settings.tail,
+                sync=settings.sync,
+                nonfinite=settings.nonfinite,
+                clip_norm=settings.clip_norm,
+                skip=[kind.__name__ for kind in settings.skip],
+            )
+            == SUM
+        )
+
+    def notice(self, window: OpenWindow) -> Notice | None:
+        """In the `.over` that runs, after `agree`: of windows that are not full on every rank."""
+        if self._notice is None and window.num_ranks > 1:
+            if self._sums or window.forward_communicates or self._settings.skip:
+                self._notice = Notice()  # ranks tell each other of every window
+            else:
+                what = f"the first window of {self._name}.over that is not full on every rank"
+                self._notice = Notice(window.group, self._token, what)
+        return self._notice
 
     def agree_to_flush(self, window: OpenWindow, index: int) -> int | None:
         """The lowest rank that holds a micro-batch; None if no rank does. Raises if the ranks are not side by side."""

@@ -203,9 +203,20 @@ def after_the_others_have_run_out(scene: Scene) -> None:
     """The survivors have no data left and pair with a rank that dies."""
     for _ in scene.step.over(range(12 if scene.rank == scene.dying else 5)):
         if scene.calls == 7:
+            if scene.rank == scene.dying:
+                time.sleep(1)  # to hear that the others have run out
             scene.die()
         scene.call()
         scene.left = time.monotonic()
+
+
+def before_it_hears_that_the_others_have_run_out(scene: Scene) -> None:
+    for _ in scene.step.over(range(12 if scene.rank == scene.dying else 5)):
+        if scene.calls == 4 and scene.rank == scene.dying:
+            scene.die(signal.SIGSTOP)
+        if scene.calls == 4:
+            time.sleep(1)  # so that it stands still by then
+        scene.call()
 
 
 def in_sync_every(scene: Scene) -> None:

@@ -34,7 +34,7 @@ def meet(group: dist.ProcessGroup | None, topic: str, saying: Mapping[str, Any])
     """
     if group is None or group.size() == 1:
         return [dict(saying)]
-    said = _at_the_store(group, topic, lambda: _exchange_words(group, topic, dict(saying)))
+    said = at_the_store(group, topic, lambda: _exchange_words(group, topic, dict(saying)))
     if any(other != topic for other, _ in said):
         raise GradSyncError(
             "All ranks must do the same thing at the same time, but they are at different places: "
@@ -44,16 +44,28 @@ def meet(group: dist.ProcessGroup | None, topic: str, saying: Mapping[str, Any])
     return [words for _, words in said]
 
 
-def insist(said: Sequence[Mapping[str, Any]], *, allowed: str = "") -> None:
+def insist(said: Sequence[Mapping[str, Any]]) -> None:
     """Raise on every rank if the ranks said different things, and say which rank said what."""
     for key in said[0]:
-        values = [words.get(key) for words in said]
-        if any(value != values[0] for value in values):
-            raise GradSyncError(
-                f"All ranks must have the same {key}, but "
-                + ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
-                + f". {allowed or 'Make them equal: the ranks of a group train one model, window by window.'}"
-            )
+        agreed([(rank, words.get(key)) for rank, words in enumerate(said)], key)
+
+
+def agreed(values: Sequence[tuple[int, T]], what: str) -> T | None:
+    """The value that all of these ranks have, if there are any; raises, on every rank, if they have different ones."""
+    if any(value != values[0][1] for _, value in values):
+        raise GradSyncError(
+            f"All ranks must have the same {what}, but "
+            + ", ".join(f"rank {rank} has {value}" for rank, value in values)
+            + ". Make them equal: the ranks of a group train one model, window by window."
+        )
+    return values[0][1] if values else None
+
+
+def agree_on_kind(group: dist.ProcessGroup | None, topic: str, kind: str | None, **words: Any) -> str | None:
+    """Which kind of loss the ranks have, those that have one; and the `words` must be the same on all."""
+    said = meet(group, topic, {**words, "loss": kind})
+    insist([{key: one[key] for key in words} for one in said])
+    return agreed([(rank, one["loss"]) for rank, one in enumerate(said) if one["loss"]], "kind of loss")
 
 
 def agree_on_model(model: nn.Module) -> None:
@@ -76,7 +88,7 @@ def nothing_here(name: str) -> None:
         return
     group = dist.group.WORLD
     assert group is not None, "initialised"
-    if not _at_the_store(group, f"the data of {name}.over", lambda: _everybody_is_empty(group)):
+    if not at_the_store(group, f"the data of {name}.over", lambda: _everybody_is_empty(group)):
         raise GradSyncError(_EMPTY.format(name=name, ranks=group.rank()))
 
 
@@ -86,7 +98,7 @@ _EMPTY = (
 )
 
 
-def _at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) -> T:
+def at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) -> T:
     """What `talk` returns, or an error soon after the group's time-out at the latest.
 
     It runs in a thread of its own: on a link that is cut no operation of a TCPStore ever returns, whatever its own
@@ -120,7 +132,7 @@ def _exchange_words(group: dist.ProcessGroup, topic: str, saying: dict[str, Any]
     number = store.add(f"gradsync/{rank}", 1)
     store.set(f"gradsync/{number}/{rank}", json.dumps([topic, saying]))
     keys = [f"gradsync/{number}/{other}" for other in range(group.size())]
-    _wait(store, keys, group, topic)
+    wait_for(store, keys, group, topic)
     said = [json.loads(store.get(key)) for key in keys]
     if number > 1:
         store.delete_key(f"gradsync/{number - 1}/{rank}")  # all are here, so all have read the one before
@@ -157,7 +169,7 @@ def _refuse_empty(group: dist.ProcessGroup, missing: Sequence[int], topic: str) 
         raise GradSyncError(_EMPTY.format(name=topic, ranks=", ".join(map(str, empty))))
 
 
-def _wait(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: str) -> None:
+def wait_for(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: str) -> None:
     limit = time.monotonic() + _timeout(group)
     while True:
         try:

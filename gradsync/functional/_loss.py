@@ -34,6 +34,14 @@ class LossSum:
         return self.loss / self.count
 
 
+SUM, MEAN = "a LossSum", "a mean"  # the kinds of losses, in words
+
+
+def kind_of(loss: torch.Tensor | LossSum | None) -> str | None:
+    """What ranks must have alike in a window: a sum or a mean; None where there is no loss."""
+    return None if loss is None else SUM if isinstance(loss, LossSum) else MEAN
+
+
 _LOSSES = (torch.Tensor, LossSum)  # in every call: a union would be built anew each time
 
 

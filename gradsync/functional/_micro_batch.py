@@ -105,10 +105,10 @@ def _abort(armed: Sequence[Engine], riding: Table, once_more: Sequence[Engine], 
 
 
 def join_running(
-    engines: Sequence[Engine], *, size: int, last: bool, table: Table, done: Callable[[Table], None]
+    engines: Sequence[Engine], *, size: int, last: bool, differ: bool, table: Table, done: Callable[[Table], None]
 ) -> None:
     """The same in a backward that has begun already, from a loss that nobody knows here; `done(table)` as it ends."""
-    armed, once_more = _whom_to_arm(engines, size=size, last=last, differ=bool(table))
+    armed, once_more = _whom_to_arm(engines, size=size, last=last, differ=differ)
     riding = table if last and not once_more else ()
     sent = _send(engines, riding)
     for engine in armed:

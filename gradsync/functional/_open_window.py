@@ -10,6 +10,7 @@ from gradsync._errors import GradSyncError
 from gradsync.functional._gradients import discard
 from gradsync.functional._leaf_hooks import weightless
 from gradsync.functional._loss import LossSum, check_loss
+from gradsync.functional._lost import is_lost
 from gradsync.functional._micro_batch import Hold, backward, exchange, join_running, reduce
 from gradsync.functional._tally import Row, decode, encode, factor
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from gradsync.engines import Engine, Table
     from gradsync.functional._bystanders import Bystanders
+    from gradsync.functional._notice import Notice
 
 
 class OpenWindow:
@@ -97,7 +99,7 @@ class OpenWindow:
         loss: torch.Tensor | LossSum,
         *,
         last: bool,
-        ask: bool = False,
+        notice: Notice | None = None,
         more: bool = False,
         filled: bool = False,
         early: bool = False,
@@ -105,8 +107,8 @@ class OpenWindow:
     ) -> list[Row] | None:
         """One micro-batch's backward, inside `hold`; on the `last`, or `early` on each, the gradients synchronise.
 
-        Returns what all ranks brought where that had to be asked, or `ask` says so: for sums, whose counts only their
-        ranks know, and for windows that may not be full.
+        Returns what all ranks brought, where that is not known already: for sums, whose counts only their ranks know,
+        and where there is a `notice`, of which this rank gives word before it brings anything but a full window.
         """
         tensor = self._count(loss)
         if last:
@@ -115,23 +117,33 @@ class OpenWindow:
             tensor = scaler.scale(tensor)
         seed = None if self.count is not None else self._seed(tensor)
         row = self._row(more=more, filled=filled) if last else None
-        riding = row is not None and (ask or self.count is not None) and self.num_ranks > 1 and not self._tell_after
-        summed = backward(
-            tensor,
-            self._active,
-            seed=seed,
-            size=self.size,
-            last=last,
-            early=early,
-            differ=riding or self._tell_after,
-            table=self._table(row) if riding and row else (),
-        )
-        if row is None:
-            return None
-        return self.tell(row) if self._tell_after else self._rows(summed, row)
+        table = () if row is None else self._riding(row, notice)
+        try:
+            summed = backward(
+                tensor,
+                self._active,
+                seed=seed,
+                size=self.size,
+                last=last,
+                early=early,
+                differ=bool(table) or notice is not None or self._tell_after,
+                table=table,
+            )
+        except BaseException as error:
+            if row is not None and notice is not None and not is_lost(error) and self._passed(notice):
+                self.tell(row)  # the others wait for it
+            raise
+        return None if row is None else self._told(summed, row, notice)
 
     def replay(
-        self, loss: torch.Tensor | LossSum, *, last: bool, filled: bool, called: bool, early: bool = False
+        self,
+        loss: torch.Tensor | LossSum,
+        *,
+        last: bool,
+        notice: Notice | None = None,
+        filled: bool,
+        called: bool,
+        early: bool = False,
     ) -> list[Row] | None:
         """The backward of a micro-batch that weighs nothing, for engines whose other ranks wait for it.
 
@@ -142,13 +154,11 @@ class OpenWindow:
         row = self._row(more=False, filled=filled, called=called)
         zeros = weightless(self.leaves)
         try:
-            table = self._table(row) if last and not self._tell_after else ()
+            table = self._riding(row, notice) if last else ()
             summed = backward(tensor, self._active, size=self.size, last=last, early=early, differ=True, table=table)
         finally:
             zeros.remove()
-        if not last:
-            return None
-        return self.tell(row) if self._tell_after else self._rows(summed, row)
+        return self._told(summed, row, notice) if last else None
 
     def tell(self, row: Row) -> list[Row]:
         """What all ranks say, on its own and not along with gradients."""
@@ -178,22 +188,34 @@ class OpenWindow:
         return any(engine.owes_first for engine in self._active)
 
     def join_running(
-        self, *, last: bool, weighs: bool, ask: bool, more: bool, done: Callable[[list[Row] | None], None]
+        self,
+        *,
+        last: bool,
+        weighs: bool,
+        notice: Notice | None = None,
+        more: bool,
+        filled: bool,
+        done: Callable[[list[Row] | None], None],
     ) -> None:
         """A backward that is not ours has begun: synchronise in it, and call `done` at its end."""
         self._check_trainable()
         self.num_micro_batches += weighs
-        row = self._row(more=more)
-        table = self._table(row) if ask and last and self.num_ranks > 1 else ()
+        row = self._row(more=more, filled=filled)
         join_running(
-            self._active, size=self.size, last=last, table=table, done=lambda summed: done(self._rows(summed, row))
+            self._active,
+            size=self.size,
+            last=last,
+            differ=notice is not None,
+            table=self._riding(row, notice) if last else (),
+            done=lambda summed: done(self._told(summed, row, notice) if last else None),
         )
 
-    def reduce(self, *, more: bool = False, filled: bool = False, called: bool = True) -> list[Row]:
+    def reduce(
+        self, *, notice: Notice | None = None, more: bool = False, filled: bool = False, called: bool = True
+    ) -> list[Row] | None:
         """Synchronise what is held, without a backward, with whatever the other ranks do on this window."""
         row = self._row(more=more, filled=filled, called=called)
-        summed = reduce(self._active, () if self._tell_after else self._table(row))
-        return self.tell(row) if self._tell_after else self._rows(summed, row) or []
+        return self._told(reduce(self._active, self._riding(row, notice)), row, notice)
 
     def share_buffers(self, source: int) -> None:
         """Make the buffers of all ranks those of rank `source`. Collective where there are any."""
@@ -285,11 +307,29 @@ class OpenWindow:
             seed = self._seeds[key] = torch.ones_like(loss, requires_grad=False) / self.size
         return seed
 
-    def _rows(self, summed: Table, row: Row) -> list[Row] | None:
-        """What all ranks brought; None where that was not asked."""
+    def _riding(self, row: Row, notice: Notice | None) -> Table:
+        """The table to send along with the gradients, if one is: which all ranks must answer alike."""
+        if self.num_ranks == 1 or self._tell_after:
+            return ()
+        if notice is None:
+            return () if row.count is None else self._table(row)
+        if not row.is_plain(self.size):
+            notice.give()
+        return self._table(row) if notice.rides else ()
+
+    def _told(self, summed: Table, row: Row, notice: Notice | None) -> list[Row] | None:
+        """What all ranks brought to a synchronisation that has ended; None if each brought what was planned."""
         if self.num_ranks == 1:
             return [row]
+        if self._tell_after or (notice is not None and self._passed(notice)):
+            return self.tell(row)
         return decode(summed) if summed else None
+
+    def _passed(self, notice: Notice) -> bool:
+        """Whether a synchronisation that has ended is to be told about."""
+        if self.parameters[0].device.type != "cpu":
+            torch.accelerator.current_stream().synchronize()  # it ends on the device, where this rank runs ahead
+        return notice.passed()
 
     def _row(self, *, more: bool, filled: bool = False, called: bool = True) -> Row:
         count = None if self.count is None else float(self.count)

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, TypeVar, overload
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import attach, rest
-from gradsync.functional._agreement import agree_on_model, insist, meet
+from gradsync.functional._agreement import agree_on_kind, agree_on_model, insist, meet
 from gradsync.functional._gradients import discard, normalise
 from gradsync.functional._leaf_hooks import LeafHooks, PlainBackward, weightless
-from gradsync.functional._loss import LossSum
+from gradsync.functional._loss import SUM, LossSum, kind_of
 from gradsync.functional._lost import WaitingFor, is_lost, lost
 from gradsync.functional._micro_batch import named_range
 from gradsync.functional._no_sync import check_modules
+from gradsync.functional._notice import Notice, new_token
 from gradsync.functional._open_window import OpenWindow
 from gradsync.functional._stream import length, lookahead
 from gradsync.functional._tally import Row
@@ -96,6 +97,8 @@ class _Loop:
         self._plain: PlainBackward | None = None
         self._hooks: list[LeafHooks] = []
         self._rows: Sequence[Row] | None = None
+        self._token = ""
+        self._notice: Notice | None = None  # of windows that are not full on every rank
 
     def endless(self) -> Iterator[MicroStep]:
         self._begin()
@@ -150,12 +153,15 @@ class _Loop:
         for hooks in self._hooks:
             hooks.remove()
         try:
+            notice = self._word(None if step.replay else loss) if step.last or self._window.owes_first else None
             if step.replay and self._in_step:
-                self._rows = self._window.replay(loss, last=step.last, filled=False, called=True)
+                self._rows = self._window.replay(loss, last=step.last, notice=notice, filled=False, called=True)
             elif step.replay:
-                self._rows = self._window.reduce()
+                self._rows = self._window.reduce(notice=notice)
             else:
-                self._rows = self._window.backward(loss, last=step.last, ask=self._finite, more=self._more)
+                self._rows = self._window.backward(
+                    loss, last=step.last, notice=notice, more=self._more, filled=step.index + 1 == step.size
+                )
         except RuntimeError as error:
             if is_lost(error):
                 raise lost(error, f"synchronising the gradients of window {step.window} of sync_every") from error
@@ -193,7 +199,12 @@ class _Loop:
         step = self._current
         assert step is not None, "the hooks that call this live as long as a step's turn"
         self._window.join_running(
-            last=step.last, weighs=not step.replay, ask=self._finite, more=self._more, done=self._note
+            last=step.last,
+            weighs=not step.replay,
+            notice=self._word(None),
+            more=self._more,
+            filled=step.index + 1 == step.size,
+            done=self._note,
         )
 
     def _note(self, rows: Sequence[Row] | None) -> None:
@@ -214,7 +225,9 @@ class _Loop:
 
     def _first_source(self, *, has_item: bool, num_items: int | None) -> int | None:
         """The lowest rank with an item, whose buffers the first window begins with; None if there is no item at all."""
-        said = meet(self._window.group, "the data of sync_every", {"has_item": has_item, "num_items": num_items})
+        words = {"has_item": has_item, "num_items": num_items, "token": new_token()}
+        said = meet(self._window.group, "the data of sync_every", words)
+        self._token = said[0]["token"]
         empty = [str(rank) for rank, words in enumerate(said) if not words["has_item"]]
         if len(empty) == len(said):
             return None
@@ -224,6 +237,17 @@ class _Loop:
                 f"rank {', '.join(empty)} has none. Give it one, or use accumulating, whose .over needs none on DDP."
             )
         return 0
+
+    def _word(self, loss: torch.Tensor | LossSum | None) -> Notice | None:
+        """How ranks hear of windows that are not full; made at the first synchronisation, as the kind of loss shows."""
+        if self._notice is None and self._finite and self._window.num_ranks > 1:
+            topic = "the first synchronisation of sync_every"
+            if self._in_step or agree_on_kind(self._window.group, topic, kind_of(loss)) == SUM:
+                self._notice = Notice()  # ranks tell each other of every window
+            else:
+                what = "the first window of sync_every that is not full on every rank"
+                self._notice = Notice(self._window.group, self._token, what)
+        return self._notice
 
     def _nobody_has_more(self) -> bool:
         """Where forwards communicate, ranks agree on each micro-step."""

@@ -32,6 +32,10 @@ class Row:
     void: bool = False  # whether a backward failed, so that all ranks must drop the window
     called: bool = True  # whether it had any call, dropped ones included
 
+    def is_plain(self, planned: int) -> bool:
+        """Whether it says no more than that the window is as planned, and that another may follow."""
+        return self.num_micro_batches == planned and self.more and self.count is None and not self.void
+
 
 def encode(row: Row, rank: int, num_ranks: int) -> list[float]:
     """The table that holds only this rank's row; summed over the ranks it is the whole."""

@@ -1,0 +1,118 @@
+"""Word from one rank to all that its windows are full no longer: nothing to send as long as they are.
+
+While each rank brings full windows, and has more to come, everybody knows what everybody brings. A rank that is about
+to synchronise anything else gives notice first, through the store, and waits until every rank has heard it. As no
+synchronisation ends without all ranks, whoever has come to the end of that one knows of the notice: it is told what the
+ranks brought, and from then on tables travel with the gradients.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from contextlib import suppress
+from datetime import timedelta
+from secrets import token_hex
+from threading import Thread
+from threading import enumerate as running_threads
+from typing import Any
+
+import torch.distributed as dist
+
+from gradsync.functional._agreement import at_the_store, wait_for
+
+_SLICE = timedelta(seconds=0.5)  # how long a listener may take to see that it was dismissed
+
+
+def new_token() -> str:
+    """What tells one notice from another; the ranks agree on one of theirs."""
+    return token_hex(8)
+
+
+class Notice:
+    """Of the windows that one loop synchronises, from which one on they are told about."""
+
+    __slots__ = ("__weakref__", "_base", "_group", "_listener", "_turn", "_what")
+
+    def __init__(self, group: dist.ProcessGroup | None = None, token: str = "", what: str = "") -> None:
+        """`token` is common to the ranks of `group`; without a group, all windows are told about."""
+        self._group = group
+        self._what = what
+        self._base = f"gradsync/notice/{token}"
+        self._turn = 0
+        self._listener: _Listener | None = None
+        # A copy of the store, for one that waits keeps the others waiting.
+        store: Any = None
+        if group is not None:
+            own: Any = group.get_group_store()
+            with suppress(NotImplementedError, AttributeError, RuntimeError):  # a store of somebody's own, perhaps
+                store = own.clone()
+        if group is not None and store is not None:
+            self._listener = _Listener(store, f"{self._base}/{group.rank()}")
+            self._listener.start()
+            weakref.finalize(self, _Listener.dismiss, self._listener).atexit = False
+
+    @property
+    def rides(self) -> bool:
+        """Whether the coming synchronisation takes a table along: the same answer on every rank."""
+        return self._listener is None or (self._listener.since is not None and self._listener.since < self._turn)
+
+    def give(self) -> None:
+        """Make sure that every rank knows, before the coming synchronisation, that it is to be told about."""
+        group = self._group
+        if group is None or self._listener is None or self._listener.since is not None:
+            return
+
+        def talk() -> None:
+            store: Any = group.get_group_store()
+            names = [f"{self._base}/{rank}" for rank in range(group.size())]
+            first = store.add(self._base, 1) == 1  # else another rank is about to say the same
+            for name in names if first else ():
+                store.set(name, str(self._turn))
+            wait_for(store, [f"{name}/heard" for name in names], group, self._what)
+            for name in names if first else ():
+                store.delete_key(name)
+
+        at_the_store(group, self._what, talk)
+
+    def passed(self) -> bool:
+        """One more synchronisation has ended; whether its table did not ride, and is to be told now."""
+        turn, self._turn = self._turn, self._turn + 1
+        return self._listener is not None and self._listener.since == turn
+
+
+class _Listener(Thread):
+    """Waits for notice. A thread, because it is heard while the main one is in a backward that waits for the giver."""
+
+    def __init__(self, store: Any, name: str) -> None:
+        super().__init__(name="gradsync: notice", daemon=True)
+        self.since: int | None = None  # the number of the first synchronisation that is told about
+        self._store = store
+        self._key = name
+        self._dismissed = False
+
+    def run(self) -> None:
+        while not self._dismissed:
+            try:
+                self._store.wait([self._key], _SLICE)
+            except dist.DistNetworkError:
+                return  # the store is gone, and who would give notice finds that out too
+            except RuntimeError:  # a time-out: DistStoreError from a TCPStore, its parent from a FileStore
+                continue
+            self.since = int(self._store.get(self._key))
+            self._store.set(f"{self._key}/heard", "")
+            return
+
+    def dismiss(self) -> None:
+        """It is needed no longer."""
+        self._dismissed = True
+
+
+@atexit.register
+def _dismiss_all() -> None:
+    """A thread that comes back from the store as the interpreter ends takes the process down with it."""
+    listeners = [thread for thread in running_threads() if isinstance(thread, _Listener)]
+    for listener in listeners:
+        listener.dismiss()
+    for listener in listeners:
+        listener.join(2 * _SLICE.total_seconds())
