@@ -390,7 +390,8 @@ class Model:
             else:  # buffers are broadcast as a window opens: all open it
                 ahead = [a if o else max(1, a) for a, o in zip(ahead, track.opened, strict=True)]
         if first and not op["windows"] and not all(a > i for a, i in zip(ahead, track.index, strict=True)):
-            return self.do_calls({**op, "windows": 1})  # its first call is on every rank
+            lane = self.functions[f]["lanes"].index(lane)  # no longer the first that has not been called
+            return self.do_calls({**op, "lane": lane, "windows": 1})  # its first call is on every rank
         for rank in self.ranks:
             go(rank, ahead[rank])
             self.act(rank, ["calls", f, lane, calls[rank]], results[rank])
