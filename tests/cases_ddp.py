@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsync
 from gradsync import LossSum, accumulating
+from gradsync.engines._ddp import DDPEngine
 from tests.reference import (
     Recorder, assert_equal_updates, cut, mean_loss, micro_batch, small_model, sum_loss, train, window_mean,
 )  # fmt: skip
@@ -173,6 +174,47 @@ def scenario(name: str, kind: str = "ddp", lengths=(7, 7), steps: int = 3) -> No
         twin = twin.inner  # torch.autograd.grad does not see through reentrant checkpoints
     expected, _ = train(twin, cut(list(lengths), steps), reference)
     assert_equal_updates(optimizer.seen, expected, 1e-11)
+
+
+class SameTimes(list):
+    """What a reducer noted before, and notes again: two backwards that take the same to the nanosecond."""
+
+    __hash__ = None
+
+    def __eq__(self, _):
+        return True
+
+    def __ne__(self, _):
+        return False
+
+
+def same_times(config: dict) -> None:
+    """The times that a reducer notes may be those of the backward before; each window still reduces once."""
+    rank = dist.get_rank()
+    model = small_model(unused="find_unused_parameters" in config)
+    home = DDP(model, **config)
+    optimizer = Recorder(model.parameters())
+    step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
+    arm = DDPEngine.arm
+
+    def armed(engine, loss):
+        arm(engine, loss)
+        engine._stats_before = engine._stats_before and SameTimes(engine._stats_before)
+
+    counts = []
+    DDPEngine.arm = armed
+    try:
+        for i in range(8):
+            before = num_collectives()
+            step(home, optimizer, micro_batch(rank, i))
+            counts.append(num_collectives() - before)
+    finally:
+        DDPEngine.arm = arm
+    once = 2 if "find_unused_parameters" in config else 1
+    assert counts[4:] == [0, once, 0, once], counts
+    windows = [[(r, i + k) for k in range(2) for r in range(2)] for i in (0, 2, 4, 6)]
+    expected, _ = train(small_model(unused="find_unused_parameters" in config), windows, window_mean)
+    assert_equal_updates(optimizer.seen, expected)
 
 
 def flush_scenario(name: str) -> None:

@@ -37,6 +37,13 @@ def test_bare_scenarios(ranks, name, lengths):
     ranks(2).run(CASES + "scenario", name, "bare", lengths)
 
 
+@pytest.mark.parametrize(
+    "config", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}]
+)
+def test_two_backwards_that_take_the_same_time(ranks, config):
+    ranks(2).run(CASES + "same_times", config)
+
+
 @pytest.mark.parametrize("name", ["hook", "static", "views"])
 def test_flush_goes_through_the_reducer(ranks, name):
     ranks(2).run(CASES + "flush_scenario", name)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 # write into the buckets of the next. All ranks have begun them, and a worker needs the GIL, which sleeping gives up.
 _LOST_REDUCTION = 0.2
 
+_FEW = 16  # parameters, whose times in a backward may all be those of the one before
+
 
 class _Touch(torch.autograd.Function):
     """Runs the gradient hooks of parameters without a gradient.
@@ -72,6 +74,7 @@ class DDPEngine(Engine):
         self._sparse = _sparse_parameters(module or ddp.module)
         self._reduced = _reduced_parameters(ddp)
         self._stats_before: list[int] = []
+        self._gradients_before: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
         self._owes_first = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
         if len(self._reduced) != ddp._get_ddp_logging_data()["num_parameter_tensors"]:
             self._rebuild_reducer()
@@ -125,6 +128,8 @@ class DDPEngine(Engine):
         ddp.reducer.prepare_for_forward()
         ddp.reducer.prepare_for_backward(self._outputs(loss))
         self._stats_before = ddp.reducer.get_backward_stats()
+        watched = self._reduced if self._searched or len(self._reduced) <= _FEW else ()
+        self._gradients_before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in watched]
         if self._owes_first:
             # A static graph reduces at the end of its first backward. DDP's forward would arrange that.
             ddp._static_graph_delay_allreduce_enqueued, self._owes_first = True, False
@@ -135,25 +140,22 @@ class DDPEngine(Engine):
                 loss.register_hook(lambda _: self._queue_delayed_reduction())
 
     def settle(self, table: Table = ()) -> Table | None:
-        reducer = self._ddp.reducer
         if self._ddp._use_python_reducer:
             return None
-        if reducer.get_backward_stats() == self._stats_before:
-            return self.reduce(table)  # that backward reached none of these parameters
+        if self._is_untouched():
+            return self.reduce(table)
         missing = self._unready()
-        searched = self._ddp.find_unused_parameters or self._ddp.static_graph
-        never_used = [] if searched else [parameter for parameter in missing if parameter.grad is None]
+        never_used = [] if self._searched else [parameter for parameter in missing if parameter.grad is None]
         self._complete(missing)
         if never_used:
             raise GradSyncError(_unused_message(self.named_parameters(), never_used))
         return None
 
     def abort(self, table: Table = ()) -> Table | None:
-        reducer = self._ddp.reducer
         if self._ddp.static_graph and not self._stats_before:
             self._reducer._delay_all_reduce()  # its first reduction, which was queued for the end of the backward
             return None
-        if reducer.get_backward_stats() == self._stats_before:
+        if self._is_untouched():
             return self.reduce(table)
         try:
             missing = self._unready()
@@ -184,6 +186,22 @@ class DDPEngine(Engine):
         super().discard()
 
     # -- the reducer ----------------------------------------------------------------------------------------------
+
+    def _is_untouched(self) -> bool:
+        """Whether the armed backward reached none of these parameters.
+
+        The reducer has noted, by parameter, how long after its arming the backward came there. Two backwards of a small
+        model can take the same time to the nanosecond, one in some ten thousand of them does, and so gradients that
+        have changed overrule it. Where all of many parameters are reached, not all of their times can be the same.
+        """
+        if self._ddp.reducer.get_backward_stats() != self._stats_before:
+            return False
+        return all(p.grad is grad and _version(grad) == version for p, grad, version in self._gradients_before)
+
+    @property
+    def _searched(self) -> bool:
+        """Whether parameters may go unused: DDP looks for those."""
+        return self._ddp.find_unused_parameters or self._ddp.static_graph
 
     def _define_stale(self) -> None:
         """Zeros for the parameters whose discarded gradients the reducer remembers."""
@@ -309,6 +327,11 @@ class DDPEngine(Engine):
 def same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
     """Whether these are the same objects; `==` would compare what is in them."""
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    """How often it has been written to."""
+    return -1 if gradient is None else gradient._version
 
 
 def _reduced_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
