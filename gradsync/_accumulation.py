@@ -300,6 +300,8 @@ class Accumulation:
         self.index += 1
         if last:
             self._close(replayed, flushing=False)
+        else:
+            self._watch.remember(window.watchable)
         return True
 
     def _meet(self, feed: Feed, *, has_item: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradsync._guards import check_replays, check_sync_batchnorm
-from gradsync.functional._agreement import agree_on_kind, insist, meet
+from gradsync.functional._agreement import agree_on_kind, insist, meet, meet_with_data
 from gradsync.functional._loss import SUM, kind_of
 from gradsync.functional._lost import WaitingFor
 from gradsync.functional._notice import Notice, new_token
@@ -72,8 +72,9 @@ class Peers:
         if self._met is feed:
             return
         words = {"number of closed windows": self._counts["window"], "place among its function's windows": order}
-        said = meet(
+        said = meet_with_data(
             window.group,
+            window.twins,
             f"the data of {self._name}.over",
             {
                 **words,

@@ -13,7 +13,7 @@ import gradsync
 from gradsync.engines import Engine, attach, find, register
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
 from gradsync.functional._leaf_hooks import weightless
-from tests.engine_cases import DECAY, LR, Run, data, mean_loss, reference, same
+from tests.engine_cases import DECAY, EPOCHS, LR, Run, Uneven, data, mean_loss, reference, same, windows_of
 from tests.engine_counts import Wire
 from tests.engine_homes import Block, Home, home_of, mesh, net
 
@@ -297,6 +297,26 @@ def bystanders(engine: str) -> None:
                 losses[who] = []
         expected += [{name: p.detach().clone() for name, p in half.named_parameters()} for half in halves]
     same(came, expected)
+
+
+def a_sharded_teacher_of_ranks_of_unequal_length(engine: str) -> None:
+    """Its forward waits for all ranks, even where that of the model which is trained does not."""
+    home, teacher, plain = home_of(engine), home_of("fsdp2").model, net()
+    other = data(0, 99)  # the teacher has the weights of the model: on other data it says something else
+    run = Uneven(home)
+
+    @gradsync.accumulating(3)
+    def step(model, teacher, optimizer, index):
+        return mean_loss(model(data(home.rank, index)) * teacher(other))
+
+    for lengths in EPOCHS[home.size]:
+        for index in step.over(range(lengths[home.rank])):
+            step(home.model, teacher, run.optimizer, index)
+
+    def weigh(model, items):
+        return sum(mean_loss(model(data(*item)) * plain(other).detach()) for item in items) / len(items)
+
+    same(run.states, reference(home, windows_of(EPOCHS[home.size]), weigh))
 
 
 def a_forward_before_the_first_call(engine: str) -> None:

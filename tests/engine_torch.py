@@ -37,8 +37,9 @@ def fsdp2_names() -> None:
     have(group, "fsdp_params", "mesh_info", "is_sharded", "_to_sharded", "mp_policy", "device")
     have(
         group.fsdp_params[0], "sharded_param", "unsharded_accumulated_grad", "_unsharded_param", "init_unsharded_param",
-        "init_all_gather_outputs", "free_unsharded_param", "_sharded_param_data", "_sharded_local_tensor", "mp_policy",
+        "init_all_gather_outputs", "free_unsharded_param", "_sharded_param_data", "_sharded_local_tensor", "mp_policy", "device", "to_sharded_dtensor",
     )  # fmt: skip
+    have(group.mesh_info, "mesh")
 
 
 def fsdp1_names() -> None:
@@ -53,12 +54,17 @@ def fsdp1_names() -> None:
         "_post_backward_stream", "_device_handle",
     )  # fmt: skip
     have(
-        home.model._handle, "flat_param", "uses_sharded_strategy", "_reduce_dtype", "_training_state",
-        "prepare_gradient_for_optim",
+        home.model._handle, "flat_param", "uses_sharded_strategy", "device", "_reduce_dtype", "_training_state",
+        "prepare_gradient_for_optim", "_get_unflat_views", "_use_unsharded_grad_views", "_use_sharded_grad_views",
     )  # fmt: skip
-    have(home.model._handle.flat_param, "_params", "_post_backward_called", "_local_shard")
+    flat = home.model._handle.flat_param
     have(
-        _runtime_utils, "_post_backward_final_callback", "_reduce_grad", "_reduce_grad_no_shard", "_reshard",
+        flat, "_params", "_shapes", "_shard_param_infos", "_unpadded_unsharded_size", "_post_backward_called",
+        "_local_shard",
+    )  # fmt: skip
+    have(flat._shard_param_infos[0], "in_shard", "offset_in_shard", "numel_in_shard")
+    have(
+        _runtime_utils, "_lazy_init", "_post_backward_final_callback", "_reduce_grad", "_reduce_grad_no_shard", "_reshard",
         "_low_precision_hook_enabled",
     )  # fmt: skip
 
@@ -114,6 +120,43 @@ def fsdp2_skips_the_rest_of_a_partial_reduction() -> None:
     home.model.set_requires_all_reduce(True)
     home.model._get_fsdp_state()._root_post_backward_final_callback()
     assert all(p.grad is None for p in home.model.parameters())
+
+
+def fsdp2_keeps_a_partial_reduction_in_the_order_of_its_parameters() -> None:
+    """Each with its padding, the unused ones too; `held_gradients` takes it apart."""
+    home = home_of("hsdp_shard", unused=True)
+    home.model.set_requires_all_reduce(False)
+    for block in (home.model.first, home.model.second):
+        (group,) = block._get_fsdp_state()._fsdp_param_groups
+        group.reduce_scatter_unused_params = True
+    mean_loss(home.model(data(home.rank, 0))).backward()
+    output, start = group._partial_reduce_output, 0
+    params = dict(home.model.second.named_parameters())
+    names = [next(name for name, p in params.items() if p is param.sharded_param) for param in group.fsdp_params]
+    assert set(names) == params.keys(), names
+    for name, param in zip(names, group.fsdp_params):
+        used = output[start : start + param._sharded_param_data.numel()].any()
+        assert used == (name != "unused"), name
+        start += param._sharded_param_data.numel()
+    assert start == output.numel()
+
+
+def fsdp1_holds_a_whole_flat_gradient_and_reduces_it_to_its_shard() -> None:
+    """Its size tells which it is. `load_held` gives the original parameters gradients, because torch looks at those."""
+    home = home_of("fsdp1_full_orig")
+    flat = home.model._handle.flat_param
+    with home.model.no_sync():
+        mean_loss(home.model(data(home.rank, 0))).backward()
+        assert flat.grad.shape == flat._unpadded_unsharded_size != flat.shape
+        assert all(p.grad is not None for p in home.model.parameters())
+        for p in home.model.parameters():
+            p.grad = None
+        home.model(data(home.rank, 0))
+        assert flat.grad is None
+    home = home_of("fsdp1_full_orig")
+    flat = home.model._handle.flat_param
+    mean_loss(home.model(data(home.rank, 0))).backward()
+    assert flat.grad.shape == flat.shape and not hasattr(flat, "_saved_grad_shard")
 
 
 def fsdp1_reads_its_switch_as_a_backward_ends() -> None:

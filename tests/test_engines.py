@@ -103,6 +103,12 @@ def test_other_forwards(ranks, engine, case):
     ranks(2).run(CASES + case, engine)
 
 
+@pytest.mark.parametrize("engine", ["bare", "ddp", "replicate", "ddp_fsdp2", "fsdp2"])
+def test_a_sharded_teacher_of_ranks_of_unequal_length(ranks, engine):
+    """Ranks run equally many forwards where any model of the step needs that."""
+    ranks(2).run(CASES + "a_sharded_teacher_of_ranks_of_unequal_length", engine)
+
+
 @pytest.mark.parametrize("engine", ["bare", "ddp", "fsdp1_full", "fsdp1_full_orig", "fsdp1_no_shard", *FSDP2])
 def test_a_replay_weighs_nothing(ranks, engine):
     """The hooks sit where gradients arrive."""

@@ -7,15 +7,31 @@ import pytest
 from tests.engine_cases import SCENARIOS
 from tests.engine_homes import HOMES
 
+# In whose forward no rank waits for another; on the others a rank that has run out repeats its last call.
+SILENT = ["none", "bare", "ddp", "ddp_find_unused", "replicate"]
 FSDP1 = [name for name in HOMES if name.startswith("fsdp1")]
 
 # Where a scenario cannot be had on an engine: what the error says instead.
 HOLES = {
-    ("fsdp2_no_root", "amp_with_an_inf_on_one_rank"): "either DTensors or plain gradients",
-    ("ddp_fsdp2", "amp_with_an_inf_on_one_rank"): "either DTensors or plain gradients",
+    **{
+        (engine, one): "either DTensors or plain gradients"
+        for engine in ("fsdp2_no_root", "ddp_fsdp2")
+        for one in ("amp_with_an_inf_on_one_rank", "uneven_amp")
+    },
     ("ddp", "a_parameter_that_nobody_used"): "find_unused_parameters=True",
     ("replicate", "a_parameter_that_nobody_used"): "find_unused_parameters=True",
     ("ddp_fsdp2", "a_parameter_that_nobody_used"): "find_unused_parameters=True",
+    # A rank that has never had an item cannot repeat its last.
+    **{
+        (engine, "uneven_over_from_nothing"): "needs at least one item in step.over where .*, but rank 0.* has none"
+        for engine in HOMES
+        if engine not in SILENT
+    },
+    **{
+        (engine, "uneven_iterator_from_nothing"): "needs at least one item in sync_every, .*, but rank 0 has none"
+        for engine in HOMES
+        if engine != "none"
+    },
 }
 
 # Where it means something else, and no error says so.

@@ -23,6 +23,8 @@ def test_the_names_are_there(ranks, case):
         "fsdp2_reads_its_switch_as_a_backward_ends",
         "fsdp2_fails_without_us_where_a_module_never_ran",
         "fsdp2_skips_the_rest_of_a_partial_reduction",
+        "fsdp2_keeps_a_partial_reduction_in_the_order_of_its_parameters",
+        "fsdp1_holds_a_whole_flat_gradient_and_reduces_it_to_its_shard",
         "fsdp1_reads_its_switch_as_a_backward_ends",
         "replicate_reads_its_switch_in_forward",
     ],

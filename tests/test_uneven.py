@@ -45,11 +45,6 @@ def test_a_rank_that_never_had_an_item_is_named_on_every_rank(ranks, how):
         assert "needs at least one item in" in text and "rank 1 has none" in text, text
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2, root not wrapped"])
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2, root not wrapped", "fsdp1, not sharded"])
 def test_a_sharded_window_is_resumed_with_its_gradients(ranks, kind):
     ranks(2).run(CASES + "resumed", kind)
-
-
-def test_fsdp1_says_that_it_cannot(ranks):
-    for text in ranks(2).run(CASES + "resumed", "fsdp1"):
-        assert "which FSDP1 does not keep. Save at a boundary" in text

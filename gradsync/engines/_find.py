@@ -13,7 +13,7 @@ from gradsync._errors import GradSyncError
 from gradsync.engines._behind import BehindEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from torch.nn.parallel import DistributedDataParallel
 
@@ -59,10 +59,12 @@ def find(models: Iterable[nn.Module]) -> list[Engine]:
     return [*engines, *(engine for engine in roots if engine is not None)]
 
 
-def attach(models: Iterable[nn.Module], agree: Callable[[nn.Module], None] = lambda _: None) -> list[Engine]:
+def attach(
+    models: Iterable[nn.Module], agree: Callable[[nn.Module, Collection[int]], None] = lambda *_: None
+) -> list[Engine]:
     """The engines of `models`; parameters that none of them covers get DDP behind their module. Collective.
 
-    `agree(model)` is called before DDP is made, which hangs where the ranks' models differ.
+    `agree(model, covered)` is called before DDP is made for the rest, which hangs where the ranks' models differ.
     """
     models = list(models)
     engines, covered = _walk(models)
@@ -72,7 +74,7 @@ def attach(models: Iterable[nn.Module], agree: Callable[[nn.Module], None] = lam
     for model in map(_bare, models):
         parameters = {id(p): p for p in model.parameters() if id(p) not in covered}
         if model not in _BEHIND and _needs_engine(parameters.values()):
-            agree(model)
+            agree(model, covered)
             _BEHIND[model] = BehindEngine(model, covered, group)
         if model in _BEHIND:
             engines.append(_BEHIND[model])

@@ -6,9 +6,12 @@ writes, `_sync_gradients` of each instance, is written here.
 Private in torch (read in torch 2.13; `tests/test_engines_torch.py` fails when it changes): of an instance
 `_sync_gradients`, `_handle`, `_is_root`, `_all_fsdp_states`, `training_state`, `process_group`, `_inter_node_pg`,
 `_post_backward_callback_queued`, `_post_backward_stream`, `_all_reduce_stream`, `_device_handle`; of a handle
-`flat_param`, `uses_sharded_strategy`, `_reduce_dtype`, `_training_state`, `prepare_gradient_for_optim`; of a flat
-parameter `_params`, `_saved_grad_shard`, `_post_backward_called`; and of `_runtime_utils`
-`_post_backward_final_callback`, `_reduce_grad`, `_reduce_grad_no_shard` and `_reshard`.
+`flat_param`, `uses_sharded_strategy`, `device`, `_reduce_dtype`, `_training_state`, `prepare_gradient_for_optim`,
+`_get_unflat_views`, `_use_unsharded_grad_views`, `_use_sharded_grad_views`; of a flat parameter `_params`, `_shapes`,
+`_shard_param_infos`, `_unpadded_unsharded_size`, `_saved_grad_shard`, `_post_backward_called`; and of `_runtime_utils`
+`_lazy_init`, `_post_backward_final_callback`, `_reduce_grad`, `_reduce_grad_no_shard` and `_reshard`.
+
+A held gradient is the flat parameter's, of its whole size; a reduced one has the size of this rank's shard.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ from gradsync._errors import GradSyncError
 from gradsync.engines._protocol import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
-    from torch.distributed.fsdp._flat_param import FlatParamHandle
+    from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 
     from gradsync.engines._protocol import Table
 
@@ -73,10 +76,42 @@ class FSDP1Engine(Engine):
         return sum(parameter.grad is not None for parameter in self.parameters)
 
     def held_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
-        raise GradSyncError(
-            "A state in the middle of a window holds whole gradients by name, which FSDP1 does not keep. Save at a "
-            "boundary, where progress.index is 0, or use fully_shard."
-        )
+        held: dict[nn.Parameter, torch.Tensor] = {}
+        for handle in self._handles:
+            if getattr(handle.flat_param, "_saved_grad_shard", None) is not None:
+                raise GradSyncError(
+                    "A state in the middle of a window holds each gradient as one sync leaves it, but this window was "
+                    "loaded from a state of another sync and has gone on since then, so that there are two. Save at a "
+                    "boundary, where progress.index is 0."
+                )
+            if handle.flat_param.grad is not None:
+                parts = _parts(handle, handle.flat_param.grad)
+                held.update((parameter, part) for parameter, part in parts.items() if parameter.requires_grad)
+        return held
+
+    def load_held(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        for parameter in (*self.parameters, *self.leaves):
+            parameter.grad = None
+        for handle in self._handles:
+            flat = handle.flat_param
+            own = flat._params or [flat]
+            shapes = flat._shapes if flat._params else [flat._unpadded_unsharded_size]
+            came = [(gradients[p], shape) for p, shape in zip(own, shapes, strict=True) if p in gradients]
+            if not came:
+                continue
+            reduced = any(gradient.dim() > len(shape) for gradient, shape in came)
+            dtype = came[0][0].dtype
+            size = flat.shape if reduced else flat._unpadded_unsharded_size
+            gradient = torch.zeros(size, dtype=dtype, device=handle.device)
+            for parameter, part in _parts(handle, gradient).items():
+                if parameter in gradients:
+                    part.copy_(gradients[parameter])
+            flat.grad = torch.empty_like(flat)
+            flat.grad.data = gradient  # of another size and type than the shard, as after a held backward
+            if flat._params and reduced:
+                handle._use_sharded_grad_views()
+            elif flat._params:  # without gradients there, the next forward would drop the flat one
+                handle._use_unsharded_grad_views()
 
     # -- micro-batch ----------------------------------------------------------------------------------------------
 
@@ -92,7 +127,7 @@ class FSDP1Engine(Engine):
         self._switch([True] * len(self._instances))
         self._held = {}
         for handle in self._handles:
-            if handle.flat_param.grad is not None:
+            if handle.flat_param.grad is not None and _is_whole(handle.flat_param, handle.flat_param.grad):
                 self._held[handle] = (handle.flat_param.grad, handle.flat_param.grad._version)
                 # Set by a held backward, it would make FSDP insist on a gradient from the coming one.
                 handle.flat_param._post_backward_called = False
@@ -111,7 +146,8 @@ class FSDP1Engine(Engine):
 
     def reduce(self, table: Table = ()) -> Table | None:  # noqa: ARG002
         for handle in reversed(self._handles):
-            if handle.flat_param.grad is not None:
+            if handle.flat_param.grad is not None and _is_whole(handle.flat_param, handle.flat_param.grad):
+                _runtime_utils._lazy_init(self._root, self._root)  # a window that was loaded may end without a forward
                 self._reduce_held(handle)
         return None
 
@@ -180,6 +216,26 @@ class FSDP1Engine(Engine):
         for handle in self._handles:
             handle.flat_param._post_backward_called = False
             handle.flat_param.grad = None
+
+
+def _is_whole(flat: FlatParameter, gradient: torch.Tensor) -> bool:
+    """Whether a gradient is the whole flat parameter's: held, or not sharded at all. The others are reduced."""
+    return gradient.shape == flat._unpadded_unsharded_size
+
+
+def _parts(handle: FlatParamHandle, gradient: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
+    """Views of a flat gradient by parameter: whole ones, or pieces, which are told by having one dimension more."""
+    flat = handle.flat_param
+    whole = _is_whole(flat, gradient)
+    if flat._params is None:
+        return {flat: gradient if whole else gradient.unsqueeze(0)}
+    if whole:
+        return dict(zip(flat._params, handle._get_unflat_views(gradient), strict=True))
+    return {
+        parameter: gradient[info.offset_in_shard :][: info.numel_in_shard].view(*[1] * len(shape), -1)
+        for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True)
+        if info.in_shard
+    }
 
 
 def _whole_group(module: Any) -> dist.ProcessGroup:

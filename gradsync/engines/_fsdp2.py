@@ -12,7 +12,9 @@ fails when it changes):
 - Of a group `reduce_grads`, `all_reduce_grads`, `reshard_after_backward`, `reduce_scatter_unused_params`,
   `gradient_divide_factor`, `_partial_reduce_output`, `fsdp_params`, `mesh_info`, `is_sharded`, `_to_sharded`.
 - Of a parameter `sharded_param`, `unsharded_accumulated_grad`, `_unsharded_param` and what makes it. Held gradients lie
-  there, unsharded, where neither `zero_grad()` nor `reset_iter_state()` reaches them.
+  there, unsharded, where neither `zero_grad()` nor `reset_iter_state()` reaches them. `_sharded_param_data` with its
+  padding is as long as the parameter's part of a partial output; `_sharded_local_tensor` has the shape without it, and
+  `to_sharded_dtensor` makes a gradient of that. `mesh_info`, `device`, `mp_policy`.
 """
 
 from __future__ import annotations
@@ -70,6 +72,10 @@ class FSDP2Engine(Engine):
         return self._mesh_group
 
     @property
+    def twins(self) -> Sequence[dist.ProcessGroup]:  # type: ignore[override]
+        return _beside(self._groups)
+
+    @property
     def leaves(self) -> Sequence[torch.Tensor]:
         self._make_unsharded(self._params)
         return [param._unsharded_param for param in self._params]
@@ -82,24 +88,66 @@ class FSDP2Engine(Engine):
         )
 
     def held_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
-        if any(group._partial_reduce_output is not None for group in self._groups):
-            raise GradSyncError(
-                'A state in the middle of a window holds whole gradients, but under sync="shard" this rank holds parts '
-                'of them. Save at a boundary, where progress.index is 0, or use sync="window".'
-            )
-        held = {}
-        for param in self._params:
-            gradient = param.unsharded_accumulated_grad
-            if gradient is None and hasattr(param, "_unsharded_param"):
-                gradient = param._unsharded_param.grad
-            if gradient is not None:
-                held[param.sharded_param] = gradient
+        """A gradient has one dimension more, of size 1, for each of the mesh's that it has been reduced over.
+
+        So it can be told what is whole, what `hold_shards` has reduced to this rank's shard, and what needs no more. Of
+        the second, what this rank has not used and has no part of is empty there: at the boundary `_drop_unused` asks.
+        """
+        held: dict[nn.Parameter, torch.Tensor] = {}
+        for group in self._groups:
+            partly = _pieces(group, group._partial_reduce_output)
+            for param in group.fsdp_params:
+                forms: list[torch.Tensor] = []
+                whole = param.unsharded_accumulated_grad
+                if whole is None and hasattr(param, "_unsharded_param"):
+                    whole = param._unsharded_param.grad
+                if whole is not None:
+                    forms.append(whole)
+                if param in partly:
+                    piece = partly[param].unsqueeze(0)
+                    forms.append(piece if param in (self._used or ()) or piece.any() else piece[:0])
+                reduced: Any = param.sharded_param.grad  # a DTensor
+                if reduced is not None:
+                    forms.append(reduced.to_local()[(None,) * param.mesh_info.mesh.ndim])
+                if len(forms) > 1:
+                    raise GradSyncError(
+                        "A state in the middle of a window holds each gradient as one sync leaves it, but this window "
+                        "was loaded from a state of another sync and has gone on since then, so that there are two. "
+                        "Save at a boundary, where progress.index is 0."
+                    )
+                if forms:
+                    held[param.sharded_param] = forms[0]
         return held
 
     def load_held(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        self._make_unsharded(self._params)
         for param in self._params:
-            param.unsharded_accumulated_grad = gradients.get(param.sharded_param)
+            _check_piece(param, gradients.get(param.sharded_param))
+        self._make_unsharded(self._params)
+        partly: dict[FSDPParamGroup, dict[FSDPParam, torch.Tensor]] = {}
+        for group in self._groups:
+            group._partial_reduce_output = None
+            for param in group.fsdp_params:
+                sharded = param.sharded_param
+                param.unsharded_accumulated_grad = sharded.grad = None
+                gradient = gradients.get(sharded)
+                if gradient is None:
+                    continue
+                num_reduced = gradient.dim() - sharded.dim()
+                if num_reduced == 0:
+                    param.unsharded_accumulated_grad = gradient.to(param.device)
+                elif num_reduced == param.mesh_info.mesh.ndim:
+                    sharded.grad = param.to_sharded_dtensor(gradient[(0,) * num_reduced])
+                else:
+                    partly.setdefault(group, {})[param] = gradient.to(param.device)
+        if self._used is not None or partly:
+            self._watch_use().update(
+                param for pieces in partly.values() for param, piece in pieces.items() if len(piece)
+            )
+        for group, pieces in partly.items():
+            size = sum(map(_numel_of_piece, _reduced_together(group)))
+            group._partial_reduce_output = next(iter(pieces.values())).new_zeros(size)
+            for param, place in _pieces(group, group._partial_reduce_output).items():
+                place.copy_(pieces[param].sum(0))  # of none or of one
 
     def rest(self) -> None:
         self._recover()
@@ -159,6 +207,8 @@ class FSDP2Engine(Engine):
         # A user who switched reshard_after_backward off keeps the parameters gathered between the micro-batches of a
         # window. Beyond the boundary they would be those from before the update.
         self._switch(self._groups, reduce_grads=True, all_reduce_grads=True, reshard_after_backward=True)
+        partly = [group for group in self._groups if group._partial_reduce_output is not None]
+        self._switch(partly, reduce_scatter_unused_params=True)  # without a gradient it would not all-reduce the rest
 
     def settle(self, table: Table = ()) -> Table | None:  # noqa: ARG002 - carries none
         if self.num_held():  # modules that only earlier micro-batches used, below another root than this backward's
@@ -173,8 +223,6 @@ class FSDP2Engine(Engine):
     def reduce(self, table: Table = ()) -> Table | None:  # noqa: ARG002
         depth = len(self._undo)
         self.arm(None)
-        partly = [group for group in self._groups if group._partial_reduce_output is not None]
-        self._switch(partly, reduce_scatter_unused_params=True)  # without a gradient it would not all-reduce the rest
         self._make_unsharded(self._params)
         try:
             self._finish()
@@ -224,14 +272,19 @@ class FSDP2Engine(Engine):
         finally:
             _put_back(self._undo.pop())
 
-    def _watch_use(self) -> None:
-        """Note which parameters a backward uses, those too that have become trainable."""
-        self._used = set()
+    def _watch_use(self) -> set[FSDPParam]:
+        """Note which parameters a backward uses, those too that have become trainable, beside what is loaded."""
+        self._used = used = {
+            param
+            for param in self._params
+            if param.unsharded_accumulated_grad is not None or param.sharded_param.grad is not None
+        }
         _remove(self._watches)
         for leaf, param in zip(self.leaves, self._params, strict=True):
             leaf.requires_grad_(param.sharded_param.requires_grad)
             if leaf.requires_grad:
-                self._watches.append(leaf.register_post_accumulate_grad_hook(partial(_note, self._used, param)))
+                self._watches.append(leaf.register_post_accumulate_grad_hook(partial(_note, used, param)))
+        return used
 
     def _drop_unused(self) -> None:
         """No gradient where no rank used the parameter, instead of those zeros; the ranks have to ask each other."""
@@ -243,7 +296,6 @@ class FSDP2Engine(Engine):
         for param, anywhere in zip(self._params, used.tolist(), strict=True):
             if not anywhere:
                 param.sharded_param.grad = None
-        self._used.clear()
 
     def _make_unsharded(self, params: Iterable[FSDPParam]) -> None:
         """What a first gather would make, without its data."""
@@ -277,6 +329,42 @@ def _note(used: set[FSDPParam], param: FSDPParam, _: torch.Tensor) -> None:
     used.add(param)
 
 
+def _reduced_together(group: FSDPParamGroup) -> list[FSDPParam]:
+    """Those that `hold_shards` reduces in each micro-batch, used or not, in the order of the partial output."""
+    return [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p._unsharded_param.requires_grad]
+
+
+def _numel_of_piece(param: FSDPParam) -> int:
+    """With its padding."""
+    return param._sharded_param_data.numel()
+
+
+def _pieces(group: FSDPParamGroup, output: torch.Tensor | None) -> dict[FSDPParam, torch.Tensor]:
+    """Views of a group's partial output: what it has of each parameter's shard, in the shard's shape."""
+    if output is None:
+        return {}
+    params = _reduced_together(group)
+    pieces = output.split([_numel_of_piece(param) for param in params])
+    shapes = [param._sharded_local_tensor.shape for param in params]
+    return {param: p[: shape.numel()].view(shape) for param, p, shape in zip(params, pieces, shapes, strict=True)}
+
+
+def _check_piece(param: FSDPParam, gradient: torch.Tensor | None) -> None:
+    """Raise if what is to be held is a piece of a gradient, and of another shard than this rank's."""
+    num_reduced = 0 if gradient is None else gradient.dim() - param.sharded_param.dim()
+    mine = param._sharded_local_tensor.shape
+    if (
+        gradient is not None
+        and num_reduced
+        and (num_reduced > param.mesh_info.mesh.ndim or gradient.shape[num_reduced:] != mine)
+    ):
+        raise GradSyncError(
+            'A state in the middle of a window, under sync="shard" or "each", can be loaded on the mesh that it was '
+            f"saved on, but it has a piece of a gradient of shape {list(gradient.shape[num_reduced:])} where this "
+            f"rank's shard is of shape {list(mine)}. Use the same mesh, and each rank's own state."
+        )
+
+
 def _put_back(undo: _Undo) -> None:
     for group, flags in undo:
         group.__dict__.update(flags)
@@ -305,3 +393,16 @@ def _whole_group(groups: Sequence[FSDPParamGroup]) -> dist.ProcessGroup | None:
     made = dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
     return made
+
+
+def _beside(groups: Sequence[FSDPParamGroup]) -> list[dist.ProcessGroup]:
+    """The groups of the dimensions that parameters have beside the data-parallel ones."""
+    found: dict[dist.ProcessGroup, None] = {}
+    for group in groups:
+        mine = set(group.mesh_info.mesh.mesh_dim_names or ())
+        for param in group.fsdp_params:
+            mesh = param.sharded_param.device_mesh
+            for dimension, name in enumerate(mesh.mesh_dim_names or ()):
+                if name not in mine:
+                    found[mesh.get_group(dimension)] = None
+    return list(found)

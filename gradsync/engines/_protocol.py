@@ -38,6 +38,8 @@ class Engine:
     holds_inside = False
     #: The ranks that each plain gradient is spread over in flat pieces; None where it is whole, or a DTensor.
     shard_group: ProcessGroup | None = None
+    #: Groups of ranks that run one forward together, and so need the same data (tensor parallel).
+    twins: Sequence[ProcessGroup] = ()
     #: The modules of this class that the engine looks after as well, below the one it was made for.
     modules: Sequence[nn.Module] = ()
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gradsync._errors import GradSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import nn
 
@@ -44,6 +44,19 @@ def meet(group: dist.ProcessGroup | None, topic: str, saying: Mapping[str, Any])
     return [words for _, words in said]
 
 
+def meet_with_data(
+    group: dist.ProcessGroup | None, twins: Sequence[dist.ProcessGroup], topic: str, saying: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """`meet`, where ranks that run one forward together must have the same data; raises on every rank if they differ.
+
+    Each rank has a twin in every data-parallel group, and compares what was said in there.
+    """
+    said = meet(group, topic, saying)
+    for others in twins:
+        insist(meet(others, topic, {"numbers of items": [one["items"] for one in said]}))
+    return said
+
+
 def insist(said: Sequence[Mapping[str, Any]]) -> None:
     """Raise on every rank if the ranks said different things, and say which rank said what."""
     for key in said[0]:
@@ -68,9 +81,13 @@ def agree_on_kind(group: dist.ProcessGroup | None, topic: str, kind: str | None,
     return agreed([(rank, one["loss"]) for rank, one in enumerate(said) if one["loss"]], "kind of loss")
 
 
-def agree_on_model(model: nn.Module) -> None:
-    """Raise on every rank if the ranks' trainable parameters differ."""
-    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters() if p.requires_grad]
+def agree_on_model(model: nn.Module, covered: Collection[int] = ()) -> None:
+    """Raise on every rank if the ranks' trainable parameters differ; those `covered` by an engine may (FSDP1)."""
+    shapes = [
+        (name, tuple(p.shape), str(p.dtype))
+        for name, p in model.named_parameters()
+        if p.requires_grad and id(p) not in covered
+    ]
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]
     words = {
         "trainable parameters": f"{len(shapes)} of {sum(math.prod(shape) for _, shape, _ in shapes)} elements "

@@ -28,6 +28,11 @@ class Bystanders:
     def __bool__(self) -> bool:
         return bool(self._parameters)
 
+    @property
+    def forward_communicates(self) -> bool:
+        """Whether a forward of theirs waits for the other ranks, as an engine's may."""
+        return any(engine.forward_communicates for engine in self._engines)
+
     def hold(self) -> tuple[list[Any], list[nn.Parameter]]:
         """Switch the gradients of these parameters off; returns what `restore` needs."""
         for engine in self._engines:

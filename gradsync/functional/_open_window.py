@@ -48,6 +48,7 @@ class OpenWindow:
         "rank",
         "size",
         "spread",
+        "twins",
         "void",
         "watchable",
     )  # fmt: skip
@@ -74,8 +75,11 @@ class OpenWindow:
                 f"{[engine.group.size() for engine in engines]}. Give models on other groups a step function of their "
                 "own."
             )
+        self.twins = [group for engine in engines for group in engine.twins]
         self.hold = Hold([*engines, bystanders] if bystanders else engines, shards=shards)
-        self.forward_communicates = any(engine.forward_communicates for engine in engines)
+        self.forward_communicates = any(engine.forward_communicates for engine in engines) or (
+            bystanders is not None and bystanders.forward_communicates
+        )
         # Plain gradients that are spread over ranks, by their parameters' ids: norms are over all of their pieces.
         pieces = [engine for engine in engines if engine.shard_group]
         self.spread = {id(p): engine.shard_group for engine in pieces for p in engine.parameters if engine.shard_group}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar, overload
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import attach, rest
-from gradsync.functional._agreement import agree_on_kind, agree_on_model, insist, meet
+from gradsync.functional._agreement import agree_on_kind, agree_on_model, insist, meet, meet_with_data
 from gradsync.functional._gradients import discard, normalise
 from gradsync.functional._leaf_hooks import LeafHooks, PlainBackward, weightless
 from gradsync.functional._loss import SUM, LossSum, kind_of
@@ -225,8 +225,8 @@ class _Loop:
 
     def _first_source(self, *, has_item: bool, num_items: int | None) -> int | None:
         """The lowest rank with an item, whose buffers the first window begins with; None if there is no item at all."""
-        words = {"has_item": has_item, "num_items": num_items, "token": new_token()}
-        said = meet(self._window.group, "the data of sync_every", words)
+        words = {"has_item": has_item, "items": num_items, "token": new_token()}
+        said = meet_with_data(self._window.group, self._window.twins, "the data of sync_every", words)
         self._token = said[0]["token"]
         empty = [str(rank) for rank, words in enumerate(said) if not words["has_item"]]
         if len(empty) == len(said):
