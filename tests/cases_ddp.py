@@ -176,6 +176,80 @@ def scenario(name: str, kind: str = "ddp", lengths=(7, 7), steps: int = 3) -> No
     assert_equal_updates(optimizer.seen, expected, 1e-11)
 
 
+def forwards(wrap: str) -> tuple[int, int]:
+    """How many forwards of DDP itself three micro-batches run, and how often its own hooks ran; it is as it was."""
+    rank = dist.get_rank()
+    model, seen, hooked = small_model(), [], []
+
+    class Counted(DDP):
+        def _pre_forward(self, *inputs, **kwargs):
+            seen.append(self.require_backward_grad_sync)
+            return super()._pre_forward(*inputs, **kwargs)
+
+    class Overridden(Counted):
+        def forward(self, *inputs, **kwargs):
+            return super().forward(*inputs, **kwargs)
+
+    kwargs = {"find_unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}.get(wrap, {})
+    if wrap == "compiled inside":
+        home = Counted(torch.compile(model, backend="aot_eager"))
+    else:
+        home = (Overridden if wrap == "overridden" else Counted)(model, **kwargs)
+    home.register_forward_hook(lambda *_: hooked.append(1))
+    called = torch.compile(home, backend="aot_eager") if wrap == "compiled" else home
+    optimizer = Recorder(model.parameters())
+    step = accumulating(steps=3)(lambda model, optimizer, x: mean_loss(model, x))
+    join = home._join_config
+    if wrap == "joining":
+        home._join_config = join._replace(enable=True)
+        home._check_global_requires_backward_grad_sync = lambda is_joined_rank: None
+    for i in range(3):
+        step(called, optimizer, micro_batch(rank, i))
+    home._join_config = join
+    assert "forward" not in vars(home) and not any(seen)
+    expected, _ = train(small_model(), [[(r, i) for i in range(3) for r in range(2)]], window_mean)
+    assert_equal_updates(optimizer.seen, expected)
+    with gradsync.no_sync(home), gradsync.no_sync(home):
+        pass
+    assert "forward" not in vars(home)
+    return len(seen), len(hooked)
+
+
+def alone(what: str) -> str:
+    """One rank on DDP: nothing is sent, and nothing else is different."""
+    model, twin = small_model(unused=what == "unused"), small_model(unused=what == "unused")
+    home, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    hooked = []
+
+    def hook(state, bucket):
+        hooked.append(bucket.index())
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    if what == "hook":
+        home.register_comm_hook(None, hook)
+    before = num_collectives()
+    step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
+    try:
+        for i, x in enumerate(step.over([micro_batch(0, i) for i in range(5)])):
+            if (what, i) == ("late hook", 2):
+                home.register_comm_hook(None, hook)
+            step(home, optimizer, x)
+    except gradsync.GradSyncError as error:
+        return str(error)
+    assert len(hooked) == {"hook": 3, "late hook": 2}.get(what, 0)
+    assert hooked or num_collectives() == before
+    by_hand = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for window in ([0, 1], [2, 3], [4]):
+        for i in window:
+            (mean_loss(twin, micro_batch(0, i)) / len(window)).backward()
+        by_hand.step()
+        by_hand.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
+    home(micro_batch(0, 0)).sum().backward()  # its reducer goes on as ever
+    assert all(p.grad is not None for p in model.parameters())
+    return "equal"
+
+
 class SameTimes(list):
     """What a reducer noted before, and notes again: two backwards that take the same to the nanosecond."""
 

@@ -38,6 +38,23 @@ def test_bare_scenarios(ranks, name, lengths):
 
 
 @pytest.mark.parametrize(
+    ("wrap", "forwards"),
+    [
+        ("plain", 0), ("overridden", 3), ("find_unused", 3), ("static", 3), ("joining", 3), ("compiled", 3),
+        ("compiled inside", 3),
+    ],
+)  # fmt: skip
+def test_ddps_own_forward_runs_where_it_adds_something(ranks, wrap, forwards):
+    assert ranks(2).run(CASES + "forwards", wrap) == [(forwards, 3)] * 2
+
+
+def test_one_rank_on_ddp(ranks):
+    for what in ("plain", "hook", "late hook"):
+        assert ranks(1).run(CASES + "alone", what) == ["equal"]
+    assert "must be used in each window" in ranks(1).run(CASES + "alone", "unused")[0]
+
+
+@pytest.mark.parametrize(
     "config", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}]
 )
 def test_two_backwards_that_take_the_same_time(ranks, config):

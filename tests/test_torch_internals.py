@@ -118,3 +118,29 @@ def test_the_profiler_says_whether_it_runs():
 
 def test_a_scaler_that_never_scaled_has_no_scale():
     assert torch.amp.GradScaler("cpu")._scale is None
+
+
+KNOWN_IN_FORWARD = """
+    AssertionError Join _DDPSink _cast_forward_inputs _check_global_requires_backward_grad_sync
+    _check_sync_bufs_post_fwd _check_sync_bufs_pre_fwd _clear_grad_buffer _delay_all_reduce_all_params
+    _divide_by_initial_world_size _find_tensors _has_rebuilt_buckets _inside_ddp_forward _join_config
+    _lazy_init _lazy_init_ran _post_forward _pre_forward _rebuild_buckets _run_ddp_forward
+    _set_forward_pass_work_handle _static_graph_delay_allreduce_enqueued _sync_buffers _to_kwargs
+    _tree_flatten_with_rref _tree_unflatten_with_rref _use_python_reducer apply autograd compiler device
+    device_ids device_type enable enumerate find_unused_parameters forward grad_fn info is_compiling
+    is_grad_enabled is_tensor len list logger mixed_precision module notify_join_context param_dtype
+    prepare_for_backward prepare_for_forward profiler range record_function reducer ref
+    require_backward_grad_sync require_forward_param_sync set_runtime_stats_and_log static_graph torch
+    use_side_stream_for_tensor_copies weakref
+"""
+
+
+def test_what_a_forward_of_ddp_does(ddp):
+    """A DDP that is held and moves, casts or searches nothing goes without it: see `_shortcut` in engines/_ddp.py."""
+    names = {name for part in ("forward", "_pre_forward", "_run_ddp_forward", "_post_forward")
+             for name in getattr(DDP, part).__code__.co_names}  # fmt: skip
+    known = set(KNOWN_IN_FORWARD.split())
+    assert names == known, f"torch {torch.__version__}: DDP's forward has changed by {names ^ known}; read it again"
+    missing = [name for name in ("device_ids", "mixed_precision", "_join_config", "_compiled_call_impl") if not hasattr(ddp, name)]
+    assert not missing, f"torch {torch.__version__}: DDP lost {missing}"
+    assert "_in_backward_optimizers" in inspect.getsource(DDP._setup_in_backward_optimizers)

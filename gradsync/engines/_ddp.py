@@ -22,14 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
 from gradsync.engines._protocol import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch.nn.parallel import DistributedDataParallel
+    from collections.abc import Callable, Iterable, Sequence
 
     from gradsync.engines._protocol import Table
 
@@ -75,6 +74,8 @@ class DDPEngine(Engine):
         self._reduced = _reduced_parameters(ddp)
         self._stats_before: list[int] = []
         self._gradients_before: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
+        self._shortcut = None if module is not None else _shortcut(ddp)
+        self._lonely = self.group.size() == 1 and not self._searched and "comm_hook" not in ddp._get_ddp_logging_data()
         self._owes_first = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
         if len(self._reduced) != ddp._get_ddp_logging_data()["num_parameter_tensors"]:
             self._rebuild_reducer()
@@ -103,19 +104,25 @@ class DDPEngine(Engine):
     def owes_first(self) -> bool:
         return self._owes_first
 
-    def hold(self) -> tuple[bool, bool]:
+    def hold(self) -> tuple[bool, bool, Any]:
         # Written through vars(): nn.Module.__setattr__ costs 1.7 us a pair, this 0.05.
         state = vars(self._ddp)
-        found = (state["require_backward_grad_sync"], state["require_forward_param_sync"])
+        found = (state["require_backward_grad_sync"], state["require_forward_param_sync"], state.get("forward"))
         state["require_backward_grad_sync"] = state["require_forward_param_sync"] = False
         state["_gradsync_held"] = True
+        if self._shortcut is not None and not self.is_compiled and not state["_join_config"].enable:
+            state["forward"] = self._shortcut
         if self._owes_first:
             state["_static_graph_delay_allreduce_enqueued"] = True  # else DDP's forward would queue it once more
         return found
 
-    def restore(self, found: tuple[bool, bool]) -> None:
+    def restore(self, found: tuple[bool, bool, Any]) -> None:
         state = vars(self._ddp)
-        state["require_backward_grad_sync"], state["require_forward_param_sync"] = found
+        state["require_backward_grad_sync"], state["require_forward_param_sync"], forward = found
+        if forward is not None:
+            state["forward"] = forward
+        elif self._shortcut is not None:
+            state.pop("forward", None)
         if self._owes_first:
             state["_static_graph_delay_allreduce_enqueued"] = False
 
@@ -123,6 +130,8 @@ class DDPEngine(Engine):
 
     def arm(self, loss: torch.Tensor | None) -> None:
         ddp = self._ddp
+        if self._is_alone:
+            return
         self._define_stale()
         vars(ddp)["require_backward_grad_sync"] = True  # compiled DDP's python_reducer reads it in backward
         ddp.reducer.prepare_for_forward()
@@ -142,16 +151,20 @@ class DDPEngine(Engine):
     def settle(self, table: Table = ()) -> Table | None:
         if self._ddp._use_python_reducer:
             return None
+        if self._is_alone:
+            self._insist_on_use([parameter for parameter in self._reduced if parameter.grad is None])
+            return None
         if self._is_untouched():
             return self.reduce(table)
         missing = self._unready()
         never_used = [] if self._searched else [parameter for parameter in missing if parameter.grad is None]
         self._complete(missing)
-        if never_used:
-            raise GradSyncError(_unused_message(self.named_parameters(), never_used))
+        self._insist_on_use(never_used)
         return None
 
     def abort(self, table: Table = ()) -> Table | None:
+        if self._is_alone:
+            return None
         if self._ddp.static_graph and not self._stats_before:
             self._reducer._delay_all_reduce()  # its first reduction, which was queued for the end of the backward
             return None
@@ -166,6 +179,8 @@ class DDPEngine(Engine):
         return None
 
     def reduce(self, table: Table = ()) -> Table | None:  # noqa: ARG002 - for those that carry
+        if self._is_alone:
+            return None
         if self._ddp.static_graph:
             self._reduce_static()
             return None
@@ -186,6 +201,19 @@ class DDPEngine(Engine):
         super().discard()
 
     # -- the reducer ----------------------------------------------------------------------------------------------
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is no other rank to synchronise with, and no communication hook that wants to see gradients.
+
+        Nothing is sent then. DDP itself would have its backend add one rank up.
+        """
+        return self._lonely and not self._ddp._comm_hooks
+
+    def _insist_on_use(self, never_used: Sequence[nn.Parameter]) -> None:
+        """Raise for parameters that no micro-batch of a window used, where DDP does not look for those."""
+        if never_used:
+            raise GradSyncError(_unused_message(self.named_parameters(), never_used))
 
     def _is_untouched(self) -> bool:
         """Whether the armed backward reached none of these parameters.
@@ -327,6 +355,21 @@ class DDPEngine(Engine):
 def same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
     """Whether these are the same objects; `==` would compare what is in them."""
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def _shortcut(ddp: DistributedDataParallel) -> Callable[..., Any] | None:
+    """The forward of the module inside, where that of a DDP that is held would add nothing to it but its own cost.
+
+    Which is more than half of a tiny model's. It may move or cast inputs, mark the outputs of a search or a static
+    graph, and tell torch.compile where it is; these keep it.
+    """
+    works = ddp.device_ids or ddp.mixed_precision or ddp.find_unused_parameters or ddp.static_graph
+    own = type(ddp).forward is not DistributedDataParallel.forward or "forward" in vars(ddp)
+    compiled = any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in ddp.modules())
+    in_backward = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp._module_parameters)
+    if works or own or compiled or in_backward or ddp._use_python_reducer:
+        return None
+    return ddp.module.__call__
 
 
 def _version(gradient: torch.Tensor | None) -> int:

@@ -98,16 +98,20 @@ def _walk(models: Iterable[nn.Module]) -> tuple[list[Engine], set[int]]:
     engines: list[Engine] = []
     covered: set[int] = set()
     seen: set[int] = set()
+    compiled: set[int] = set()
     for model in models:
         for module in model.modules():
             if id(module) in seen:
                 continue
             seen.add(id(module))
+            if _bare(module) is not module:
+                compiled.update(map(id, module.modules()))
             make = _make_for(type(module))
             if make is None:
                 _refuse_unknown(module)
                 continue
             engine = make(module)
+            engine.is_compiled = id(module) in compiled
             engines.append(engine)
             covered.update(map(id, engine.parameters))
             seen.update(map(id, engine.modules))

@@ -40,6 +40,8 @@ class Engine:
     shard_group: ProcessGroup | None = None
     #: Groups of ranks that run one forward together, and so need the same data (tensor parallel).
     twins: Sequence[ProcessGroup] = ()
+    #: Whether torch.compile goes through the module that it was made for.
+    is_compiled = False
     #: The modules of this class that the engine looks after as well, below the one it was made for.
     modules: Sequence[nn.Module] = ()
 
@@ -57,12 +59,20 @@ class Engine:
         """Where gradients arrive in a backward, for hooks; other tensors than `parameters` where these are gathered."""
         return self.parameters
 
+    @property
+    def gathered(self) -> Mapping[torch.Tensor, nn.Parameter]:
+        """The tensors that a forward has left in the place of parameters, and of which; `rest` puts them away."""
+        return {}
+
     def num_held(self) -> int:
         """How many parameters have a gradient that is not synchronised, where the engine keeps those itself."""
         return 0
 
     def held_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
-        """What this rank holds, whole gradients by their parameter; not a copy."""
+        """What this rank holds, by parameter; not a copy.
+
+        Gradients are whole, or, where a `sync` of "shard" or "each" has reduced them, pieces: with dimensions more.
+        """
         return {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
 
     def load_held(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
