@@ -122,6 +122,7 @@ class Accumulation:
             self.index += 1
             if last:
                 self._close(rows, flushing=feed is None)
+                self._share_ahead(feed)
             else:
                 self._watch.remember(window.watchable)
                 self._stepped = False
@@ -138,6 +139,7 @@ class Accumulation:
         """Whether the coming call ends the data, so that it must close the window; and whether more may come."""
         ending, more = feed.ending, feed.more
         feed.called()
+        feed.fed.add(id(self))
         self._fed = feed
         window = self._binding.window
         if window.num_ranks > 1:
@@ -280,6 +282,7 @@ class Accumulation:
         if carry and not any(row.filled for row in rows):
             window.put_back(held)
         self._close(rows, flushing=False)
+        self._share_ahead(feed)
         return True
 
     def _finish_in_step(self, feed: Feed) -> bool:
@@ -352,6 +355,14 @@ class Accumulation:
             self._open()
         self._peers.share_buffers(self._binding.window, source)
 
+    def _share_ahead(self, feed: Feed | None) -> None:
+        """Where a loop feeds several windows, make the buffers of the next one equal as one closes.
+
+        A rank that has run out takes part in whole windows in turn, and so each must communicate in one piece.
+        """
+        if feed is not None and len(feed.fed) > 1 and self.index == 0 and self._peers.any_more:
+            self._peers.share_buffers(self._binding.window, self._peers.next_source)
+
     def _open(self) -> None:
         window = self._binding.window
         for other in list(_OPEN):
@@ -379,6 +390,7 @@ class Accumulation:
             self._peers.note(rows)
             if not any(row.called for row in rows):
                 self.discard()  # the data ended at a boundary: this is no window
+                self._peers.shared = False
                 return
         if self._resumed_scale is not None:
             check_scale(self._resumed_scale, self._binding.scaler, self.name)

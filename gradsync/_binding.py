@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
-from gradsync._state import unwrapped
+from gradsync._state import own_names, unwrapped
 from gradsync.engines import attach, find, rest
 from gradsync.functional._agreement import agree_on_model
 from gradsync.functional._bystanders import Bystanders
@@ -87,18 +87,22 @@ class Binding:
 
     def names(self) -> dict[str, nn.Parameter]:
         """The parameters by their names: the same however the model is wrapped."""
-        models = self.models
-        mine = {id(parameter): parameter for parameter in self.window.parameters}
+        models, parameters = self.models, self.window.parameters
+        mine = {id(parameter): parameter for parameter in parameters}
+        # After `rest`, a rank that is asked alone would wait alone for its next forward's gather.
+        for engine in self.window.engines:
+            mine.update((id(stand_in), parameter) for stand_in, parameter in engine.gathered.items())
         several = len(models) > 1
         names: dict[str, nn.Parameter] = {}
         for place, model in enumerate(models):
-            for name, parameter in unwrapped(model).named_parameters():
-                if id(parameter) in mine:
-                    names[f"{place}.{name}" if several else name] = parameter
-        for parameter in names.values():
-            mine.pop(id(parameter), None)
+            inside = dict(unwrapped(model).named_parameters())
+            for name, own in own_names(inside).items():
+                if id(inside[name]) in mine:
+                    names[f"{place}.{own}" if several else own] = mine[id(inside[name])]
+        named = set(map(id, names.values()))
         # What the optimizers have besides, in their order.
-        return names | {f"optimizer parameter {place}": parameter for place, parameter in enumerate(mine.values())}
+        others = [parameter for parameter in parameters if id(parameter) not in named]
+        return names | {f"optimizer parameter {place}": parameter for place, parameter in enumerate(others)}
 
     def _look_at(self, cast: Cast) -> None:
         """Tell trained models from bystanders, and make the window of the trained."""

@@ -10,10 +10,12 @@ _TURNS = itertools.count()
 class Feed:
     """One running `.over`, as the calls in its loop see it."""
 
-    __slots__ = ("_calls", "_most_calls", "last", "num_items", "turn")
+    __slots__ = ("_calls", "_most_calls", "fed", "last", "num_items", "turn", "unsure")
 
-    def __init__(self, num_items: int | None) -> None:
+    def __init__(self, num_items: int | None, fed: set[int]) -> None:
         self.num_items = num_items  # None where that is not known before the end
+        self.fed = fed  # whose calls the loop has made so far, those of the `.over`s nested with this one too, by id
+        self.unsure = False  # whether it ended without a call, and which ones other ranks make is not known
         self.last = False
         self.turn = next(_TURNS)  # of its function's first call among all; before that, of its own beginning
         self._calls = 0

@@ -123,6 +123,17 @@ def check_replays(can_replay: Sequence[bool], name: str) -> None:
         )
 
 
+def check_sure(unsure: Sequence[bool], name: str) -> None:
+    """Raise if a rank without an item cannot know which of several windows the others' loops go through."""
+    lost = [str(rank) for rank, one in enumerate(unsure) if one]
+    if lost:
+        raise GradSyncError(
+            f"Every rank needs at least one item in {name}.over where several models, optimizers or functions have "
+            f"windows of their own, to know which of them it goes through, but rank {', '.join(lost)} has none. Give "
+            "each rank an item, or each window a loop of its own."
+        )
+
+
 def check_sync_batchnorm(models: Iterable[nn.Module], num_items: Sequence[int | None], name: str) -> None:
     """Raise if the ranks' lengths may differ where a forward waits for all ranks."""
     if None not in num_items and len(set(num_items)) == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradsync._guards import check_replays, check_sync_batchnorm
+from gradsync._guards import check_replays, check_sure, check_sync_batchnorm
 from gradsync.functional._agreement import agree_on_kind, insist, meet, meet_with_data
 from gradsync.functional._loss import SUM, kind_of
 from gradsync.functional._lost import WaitingFor
@@ -81,10 +81,13 @@ class Peers:
                 "more": has_item or is_open,
                 "items": feed.num_items,
                 "can replay": can_replay,
+                "unsure": feed.unsure,
                 "token": new_token(),
             },
         )
         insist([{key: one[key] for key in words} for one in said])
+        if any(one["more"] for one in said):
+            check_sure([one["unsure"] for one in said], self._name)
         if window.forward_communicates and any(one["more"] for one in said):
             check_replays([one["can replay"] for one in said], self._name)
         check_sync_batchnorm(models, [one["items"] for one in said], self._name)

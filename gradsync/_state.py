@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,13 +13,16 @@ from gradsync._progress import Progress
 from gradsync.functional._window import window_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch.amp import GradScaler
 
     from gradsync.functional._window import Steps
 
 VERSION = 1
+
+# What FSDP1, activation checkpointing and torch.compile call the module that they wrap.
+_WRAPPED = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 
 OR_WITHOUT_IT = "; or, if it was saved at a boundary, go on without it: it then holds counters only."
 """How an error about a state ends."""
@@ -57,6 +61,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module in `DistributedDataParallel` and `torch.compile`."""
     inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
     return unwrapped(inner) if isinstance(inner, nn.Module) else model
+
+
+def own_names(names: Iterable[str]) -> dict[str, str]:
+    """Each parameter's name without its wrappers', or the name itself where two would become one."""
+    own = {}
+    for name in names:
+        *modules, last = name.split(".")
+        own[name] = ".".join([*(module for module in modules if module not in _WRAPPED), last])
+    count = Counter(own.values())
+    return {name: short if count[short] == 1 else name for name, short in own.items()}
 
 
 def check_state(

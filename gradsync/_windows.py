@@ -59,10 +59,10 @@ class Windows:
         return accumulation.micro_batch(function, args, kwargs, self._feeds.get(key) if self._feeds else None)
 
     @contextmanager
-    def fed(self, instance: object, num_items: int | None) -> Iterator[Feed]:
+    def fed(self, instance: object, num_items: int | None, fed: set[int]) -> Iterator[Feed]:
         """A feed that the calls of the loop inside know of."""
         key = None if instance is None else id(instance)
-        feed, outer = Feed(num_items), self._feeds.get(key)
+        feed, outer = Feed(num_items, fed), self._feeds.get(key)
         self._feeds[key] = feed
         try:
             yield feed
@@ -222,8 +222,9 @@ def _keeping_buffers(models: Iterable[nn.Module]) -> Iterator[None]:
 
 def over(iterable: Iterable[T], decorated: Sequence[tuple[Windows, object]]) -> Iterator[T]:
     """The items of `iterable`; the calls of the `decorated` functions in between know which one is the last."""
+    called: set[int] = set()
     with ExitStack() as stack:
-        feeds = [stack.enter_context(windows.fed(instance, length(iterable))) for windows, instance in decorated]
+        feeds = [stack.enter_context(one.fed(instance, length(iterable), called)) for one, instance in decorated]
         for item, last in lookahead(iterable):
             for feed in feeds:
                 feed.next_item(last=last)
@@ -234,6 +235,8 @@ def over(iterable: Iterable[T], decorated: Sequence[tuple[Windows, object]]) -> 
     for (windows, instance), feed in sorted(zip(decorated, feeds, strict=True), key=lambda one: one[1].turn):
         for accumulation in windows.to_finish(feed, instance):
             (fed if accumulation.is_fed_by(feed) else others).append((accumulation, feed))
+    for _, feed in others:
+        feed.unsure = not fed and len(others) > 1
     while fed:  # in turn, as the calls of the other ranks alternate
         fed = [(accumulation, feed) for accumulation, feed in fed if accumulation.finish(feed)]
     for accumulation, feed in others:

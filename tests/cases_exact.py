@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
@@ -95,3 +96,37 @@ def uneven(lengths: list[int], steps, mode: str, wrap: str, kind: str = "mean") 
 
     expected, _ = train(small_model(unused=wrap in {"bare", "find_unused"}), cut(lengths, steps), whole)
     assert_equal_updates(optimizer.seen, expected)
+
+
+def several_windows(lengths: list[int], nested: bool) -> str:
+    """Two models in one loop, the second with buffers, in windows of 4 and 3: of one function, or of two."""
+    rank = dist.get_rank()
+    models = [small_model(), nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64), small_model())]
+    optimizers = [Recorder(model.parameters()) for model in models]
+    sizes = lambda window: (4, 3)[window % 2]  # noqa: E731
+
+    def body(model, optimizer, x):
+        return mean_loss(model[1] if len(model) == 2 else model, x) + (model[0](x).sum() * 0 if len(model) == 2 else 0)
+
+    one = gradsync.accumulating(steps=sizes)(body)
+    other = gradsync.accumulating(steps=sizes)(lambda *args: body(*args)) if nested else one
+    for model, optimizer, step in zip(models, optimizers, (one, other)):
+        for i in range(7):  # both are known to every rank: one of 4 and one of 3
+            step(model, optimizer, micro_batch(rank, 50 + i))
+    data = [micro_batch(rank, i) for i in range(lengths[rank])]
+    try:
+        for x in one.over(other.over(data)) if nested else one.over(data):
+            one(models[0], optimizers[0], x)
+            other(models[1], optimizers[1], x)
+    except gradsync.GradSyncError as error:
+        return str(error)
+    before = [[(r, 50 + i) for r in range(2) for i in part] for part in (range(4), range(4, 7))]
+    expected, _ = train(small_model(), [*before, *cut(lengths, sizes)], window_mean)
+    assert_equal_updates(optimizers[0].seen, expected)
+    inner = [[grad for grad in window[2:]] for window in optimizers[1].seen]
+    assert_equal_updates(inner, expected)
+    for buffer in models[1].buffers():
+        both = [torch.zeros_like(buffer) for _ in range(2)]
+        dist.all_gather(both, buffer)
+        assert torch.equal(*both) or lengths == [7, 7]
+    return "exact"

@@ -178,16 +178,17 @@ def _fsdp2(root=True, shape=None, reshard_backward=True, options=None, **kwargs)
     return make
 
 
-def _fsdp2_tp(model: nn.Module) -> Home:
+def tensor_parallel(model: nn.Module, **data: int) -> Home:
+    """On pairs of ranks, beside one dimension or two of the mesh for FSDP2, by their names."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    both = mesh((2, 2), ("data", "tensor"))
+    whole = mesh((*data.values(), 2), (*data, "tensor"))
     for block in (model.first, model.second):
-        parallelize_module(block, both["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(block, mesh=both["data"])
-    fully_shard(model, mesh=both["data"])
-    home = Home(model, both["data"].get_local_rank(), 2)
+        parallelize_module(block, whole["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=whole[tuple(data)])
+    fully_shard(model, mesh=whole[tuple(data)])
+    home = Home(model, dist.get_rank() // 2, dist.get_world_size() // 2)
     home.foreach = False  # two meshes in one optimizer
     return home
 
@@ -203,7 +204,7 @@ def _ddp_around_fsdp2(model: nn.Module) -> Home:
     return home
 
 
-def _fsdp1(strategy: str, use_orig_params: bool):
+def _fsdp1(strategy: str, use_orig_params: bool, root: bool = True):
     def make(model: nn.Module) -> Home:
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
         from torch.distributed.fsdp import ShardingStrategy
@@ -218,7 +219,7 @@ def _fsdp1(strategy: str, use_orig_params: bool):
             warnings.simplefilter("ignore")
             model.first = FSDP(model.first, **options)
             model.second = FSDP(model.second, **options)
-            home = _plain(FSDP(model, **options))
+            home = _plain(FSDP(model, **options) if root else model)
         home.scaler = ShardedGradScaler
         return home
 
@@ -239,6 +240,7 @@ HOMES = {
     "fsdp1_grad_op_orig": (2, _fsdp1("SHARD_GRAD_OP", True)),
     "fsdp1_no_shard": (2, _fsdp1("NO_SHARD", False)),
     "fsdp1_no_shard_orig": (2, _fsdp1("NO_SHARD", True)),
+    "fsdp1_no_root": (2, _fsdp1("FULL_SHARD", True, root=False)),
     "fsdp2": (2, _fsdp2()),
     "fsdp2_each": (2, _fsdp2(options={"sync": "each"})),
     "fsdp2_gathered": (2, _fsdp2(reshard_after_forward=False, reshard_backward=False)),
@@ -247,7 +249,7 @@ HOMES = {
     "hsdp_window": (4, _fsdp2(shape=(2, 2))),
     "hsdp_shard": (4, _fsdp2(shape=(2, 2), options={"sync": "shard"})),
     "hsdp_each": (4, _fsdp2(shape=(2, 2), options={"sync": "each"})),
-    "fsdp2_tp": (4, _fsdp2_tp),
+    "fsdp2_tp": (4, lambda model: tensor_parallel(model, data=2)),
 }
 
 

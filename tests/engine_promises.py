@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from gradsync.functional._gradients import all_finite, clip, discard, norm, norm
 from gradsync.functional._leaf_hooks import weightless
 from tests.engine_cases import DECAY, EPOCHS, LR, Run, Uneven, data, mean_loss, reference, same, windows_of
 from tests.engine_counts import Wire
-from tests.engine_homes import Block, Home, home_of, mesh, net
+from tests.engine_homes import Block, Home, home_of, mesh, net, tensor_parallel
 
 
 def held(home: Home) -> list[str]:
@@ -385,6 +386,21 @@ def tensor_parallel_without_data_parallel() -> None:
     parallelize_module(model.first, part, plan)
     with pytest.raises(gradsync.GradSyncError, match="Call fully_shard or replicate on the model"):
         Run(Home(model))(0)
+
+
+def tensor_parallel_ranks_of_unequal_length(dimensions: dict, lengths: list[int], said: list[str]) -> None:
+    """They would wait for each other in a forward that one of them alone runs."""
+    home = tensor_parallel(net(), **dimensions)
+    rank = dist.get_rank()
+    text = f"numbers of items, but {said[rank // 2]}. Ranks of one tensor-parallel group run one forward: give them the same data."
+    with pytest.raises(gradsync.GradSyncError, match=re.escape(text)):
+        Run(home, named=True).over(lengths[rank])
+    with pytest.raises(gradsync.GradSyncError, match=re.escape(text)):
+        for micro, index in gradsync.sync_every(home.model, 3, range(lengths[rank])):
+            micro.backward(mean_loss(home.model(data(home.rank, index))))
+    run = Run(home)
+    run.over(3)
+    same(run.states, reference(home, [range(3)]))
 
 
 # -- a user's engine -----------------------------------------------------------------------------------------------

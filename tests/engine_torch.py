@@ -38,7 +38,9 @@ def fsdp2_names() -> None:
     have(
         group.fsdp_params[0], "sharded_param", "unsharded_accumulated_grad", "_unsharded_param", "init_unsharded_param",
         "init_all_gather_outputs", "free_unsharded_param", "_sharded_param_data", "_sharded_local_tensor", "mp_policy", "device", "to_sharded_dtensor",
+        "_module_info",
     )  # fmt: skip
+    have(group.fsdp_params[0]._module_info, "module", "param_name")
     have(group.mesh_info, "mesh")
 
 

@@ -448,9 +448,6 @@ class Model:
         if not any(some) and not all(known):
             return  # nothing to know it by
         several = sum(g == f and (g, lane) not in self.waiting for g, lane in self.tracks) > len(lanes)
-        if len(lanes) > 1 and len(set(lengths)) > 1 and any(self.has_buffers(lane) for lane in lanes):
-            lengths = [lengths[0]] * self.num_ranks  # whose broadcasts come where only the other ranks know
-            some = [bool(length) for length in lengths]
         if not all(some) and (several or not (all(known) or named)):
             for rank in self.ranks:  # each rank gets an item, so that each knows the models
                 lengths[rank] = max(1, lengths[rank])

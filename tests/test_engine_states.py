@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from gradsync._state import own_names
 from tests.engine_homes import HOMES
 from tests.engine_states import KINDS
 
 CASES = "tests.engine_states:"
 SHARDED = [name for name in HOMES if name.startswith(("fsdp", "hsdp", "replicate_fsdp"))]
 FSDP1 = [name for name in HOMES if name.startswith("fsdp1")]
-# While its parameters are gathered, a module has others than its optimizer, and they have no names in it.
-WITHOUT_NAMES = {"fsdp2_gathered"}
 
 
 @pytest.mark.parametrize("how", ["over", "flush"])
-@pytest.mark.parametrize("engine", [name for name in HOMES if name not in WITHOUT_NAMES])
+@pytest.mark.parametrize("engine", HOMES)
 def test_a_window_is_resumed_after_any_micro_batch(ranks, engine, how):
     """To the bit as it would have ended, and within rounding as one process in float64 has it."""
     ranks(HOMES[engine][0]).run(CASES + "of_engine", engine, how)
@@ -29,7 +28,7 @@ def test_a_window_that_synchronises_each_micro_batch_is_resumed(ranks, engine):
 
 @pytest.mark.parametrize(
     ("engine", "sync"),
-    [*((one, None) for one in SHARDED if one not in WITHOUT_NAMES), *((one, "each") for one in FSDP1)],
+    [*((one, None) for one in SHARDED), *((one, "each") for one in FSDP1)],
 )
 def test_what_only_earlier_micro_batches_used_is_not_lost(ranks, engine, sync):
     """And what nobody used gets no gradient by being saved."""
@@ -42,7 +41,26 @@ def test_a_state_holds_whole_gradients_by_name(ranks, engine):
     ranks(HOMES[engine][0]).run(CASES + "whole_by_name", engine)
 
 
-@pytest.mark.parametrize("engine", [*FSDP1, "fsdp2", "replicate_fsdp", "hsdp_window", "hsdp_shard"])
+@pytest.mark.parametrize("engine", HOMES)
+def test_one_rank_alone_asks_for_a_state(ranks, engine):
+    """After an evaluation, which may leave parameters gathered: it has their names, and no rank waits for that one."""
+    ranks(HOMES[engine][0]).run(CASES + "asked_on_one_rank", engine, limit=30)
+
+
+def test_a_state_goes_by_the_names_in_the_users_model(ranks):
+    """Whatever wraps it, and the modules in it."""
+    ranks(2).run(CASES + "names_in_wrappers")
+
+
+def test_two_parameters_never_have_one_name():
+    """Where they would, without their wrappers, both keep what they have."""
+    names = ["a._orig_mod.b", "a.b", "_fsdp_wrapped_module.c", "my_orig_mod.d", "e._orig_mod", "f._checkpoint_wrapped_module.g"]
+    assert list(own_names(names).values()) == ["a._orig_mod.b", "a.b", "c", "my_orig_mod.d", "e._orig_mod", "f.g"]
+
+
+@pytest.mark.parametrize(
+    "engine", [*(one for one in FSDP1 if one != "fsdp1_no_root"), "fsdp2", "replicate_fsdp", "hsdp_window", "hsdp_shard"]
+)
 def test_what_was_loaded_is_reduced_without_a_forward(ranks, engine):
     ranks(HOMES[engine][0]).run(CASES + "reduced_without_a_forward", engine)
 

@@ -147,6 +147,19 @@ def test_beyond_data_parallel(ranks, case):
 
 
 @pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ([3, 3, 5, 3], ["rank 0 has [3, 5], rank 1 has [3, 3]", "rank 2 has [3, 5], rank 3 has [3, 3]"]),
+        ([3, 0, 3, 3], ["rank 0 has [3, 3], rank 1 has [0, 3]", "rank 2 has [3, 3], rank 3 has [0, 3]"]),
+    ],
+)
+@pytest.mark.parametrize("dimensions", [{"data": 2}, {"replicas": 2, "shards": 1}], ids=["fsdp2", "hsdp"])
+def test_tensor_parallel_ranks_of_unequal_length(ranks, dimensions, lengths, said):
+    """Are an error on every rank, of the groups with equal lengths too, before any forward."""
+    ranks(4).run(CASES + "tensor_parallel_ranks_of_unequal_length", dimensions, lengths, said, limit=30)
+
+
+@pytest.mark.parametrize(
     "engine", ["none", "bare", "ddp", "replicate", "fsdp1_full_orig", *FSDP2, "hsdp_window", "hsdp_shard", "hsdp_each"]
 )
 def test_compiled_models_are_not_compiled_again(ranks, engine):

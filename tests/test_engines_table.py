@@ -38,7 +38,11 @@ HOLES = {
 ELSEWHERE = {
     # `no_sync` and `sync_gradients` have nothing to do where no engine is, and gradsync has put none there yet.
     **{("bare", one): "no engine" for one in ("no_sync_then_sync_gradients", "no_sync_then_backward")},
-    **{("fsdp2_no_root", one): "no engine" for one in ("no_sync_then_sync_gradients", "no_sync_then_backward")},
+    **{
+        (engine, one): "no engine"
+        for engine in ("fsdp1_no_root", "fsdp2_no_root")
+        for one in ("no_sync_then_sync_gradients", "no_sync_then_backward")
+    },
     # Parameters kept gathered beyond an update are stale: accumulating sees to that, a boundary of one's own has to.
     ("fsdp2_gathered", "no_sync_then_backward"): "stale",
     # The gradient of a flat parameter is one tensor, with zeros where nothing came.

@@ -33,3 +33,13 @@ def test_a_rank_without_any_micro_batch_takes_part(ranks, wrap):
     for lengths in ([0, 5], [6, 0]):
         ranks(2).run("tests.cases_exact:uneven", lengths, 4, "over", wrap)
     ranks(3).run("tests.cases_exact:uneven", [0, 7, 0], 3, "unsized", wrap, "sum")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_several_windows_in_one_loop(ranks, nested):
+    """Buffers are made equal where each rank can tell, also one that has run out."""
+    for lengths in ([5, 2], [2, 5], [4, 9], [7, 7], [1, 8]):
+        assert ranks(2).run("tests.cases_exact:several_windows", lengths, nested) == ["exact"] * 2
+    for text in ranks(2).run("tests.cases_exact:several_windows", [3, 0], nested):
+        unknown = "at different places: rank 0 at the data of body.over; rank 1 at" if nested else "but rank 1 has none"
+        assert unknown in text

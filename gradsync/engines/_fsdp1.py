@@ -147,7 +147,6 @@ class FSDP1Engine(Engine):
     def reduce(self, table: Table = ()) -> Table | None:  # noqa: ARG002
         for handle in reversed(self._handles):
             if handle.flat_param.grad is not None and _is_whole(handle.flat_param, handle.flat_param.grad):
-                _runtime_utils._lazy_init(self._root, self._root)  # a window that was loaded may end without a forward
                 self._reduce_held(handle)
         return None
 
@@ -170,6 +169,7 @@ class FSDP1Engine(Engine):
 
     def _reduce_held(self, handle: FlatParamHandle) -> None:
         """What the end of a handle's backward does to its gradient."""
+        _runtime_utils._lazy_init(self._root, self._root)  # a window that was loaded may end without a forward here
         module, flat = self._owners[handle], handle.flat_param
         assert flat.grad is not None, "held"
         device, stream = module._device_handle, module._post_backward_stream

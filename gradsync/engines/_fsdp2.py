@@ -14,7 +14,7 @@ fails when it changes):
 - Of a parameter `sharded_param`, `unsharded_accumulated_grad`, `_unsharded_param` and what makes it. Held gradients lie
   there, unsharded, where neither `zero_grad()` nor `reset_iter_state()` reaches them. `_sharded_param_data` with its
   padding is as long as the parameter's part of a partial output; `_sharded_local_tensor` has the shape without it, and
-  `to_sharded_dtensor` makes a gradient of that. `mesh_info`, `device`, `mp_policy`.
+  `to_sharded_dtensor` makes a gradient of that. `_module_info` says where it is, `mesh_info`, `device`, `mp_policy`.
 """
 
 from __future__ import annotations
@@ -79,6 +79,11 @@ class FSDP2Engine(Engine):
     def leaves(self) -> Sequence[torch.Tensor]:
         self._make_unsharded(self._params)
         return [param._unsharded_param for param in self._params]
+
+    @property
+    def gathered(self) -> dict[torch.Tensor, nn.Parameter]:
+        there = ((param._module_info, param) for g in self._groups if not g.is_sharded for param in g.fsdp_params)
+        return {getattr(info.module, info.param_name): param.sharded_param for info, param in there}
 
     def num_held(self) -> int:
         return sum(group._partial_reduce_output is not None for group in self._groups) + sum(

@@ -52,9 +52,15 @@ def meet_with_data(
     Each rank has a twin in every data-parallel group, and compares what was said in there.
     """
     said = meet(group, topic, saying)
+    what = "numbers of items"
     for others in twins:
-        insist(meet(others, topic, {"numbers of items": [one["items"] for one in said]}))
+        heard = meet(others, topic, {what: [one["items"] for one in said]})
+        agreed([(dist.get_global_rank(others, rank), one[what]) for rank, one in enumerate(heard)], what, _ONE_FORWARD)
     return said
+
+
+_ONE_MODEL = "Make them equal: the ranks of a group train one model, window by window."
+_ONE_FORWARD = "Ranks of one tensor-parallel group run one forward: give them the same data."
 
 
 def insist(said: Sequence[Mapping[str, Any]]) -> None:
@@ -63,13 +69,13 @@ def insist(said: Sequence[Mapping[str, Any]]) -> None:
         agreed([(rank, words.get(key)) for rank, words in enumerate(said)], key)
 
 
-def agreed(values: Sequence[tuple[int, T]], what: str) -> T | None:
+def agreed(values: Sequence[tuple[int, T]], what: str, advice: str = _ONE_MODEL) -> T | None:
     """The value that all of these ranks have, if there are any; raises, on every rank, if they have different ones."""
     if any(value != values[0][1] for _, value in values):
         raise GradSyncError(
             f"All ranks must have the same {what}, but "
             + ", ".join(f"rank {rank} has {value}" for rank, value in values)
-            + ". Make them equal: the ranks of a group train one model, window by window."
+            + f". {advice}"
         )
     return values[0][1] if values else None
 
@@ -106,12 +112,12 @@ def nothing_here(name: str) -> None:
     group = dist.group.WORLD
     assert group is not None, "initialised"
     if not at_the_store(group, f"the data of {name}.over", lambda: _everybody_is_empty(group)):
-        raise GradSyncError(_EMPTY.format(name=name, ranks=group.rank()))
+        raise GradSyncError(_EMPTY.format(where=f"in {name}.over", ranks=group.rank()))
 
 
 _EMPTY = (
-    "Every rank needs an item where the models are not known before the first call, but in {name}.over rank {ranks} "
-    "had none. Name them: accumulating(..., model=..., optimizer=...), or give each rank an item."
+    "Every rank needs an item where the models are not known before the first call, but rank {ranks} had none "
+    "{where}. Name them: accumulating(..., model=..., optimizer=...), or give each rank an item."
 )
 
 
@@ -183,7 +189,7 @@ def _refuse_empty(group: dist.ProcessGroup, missing: Sequence[int], topic: str) 
         for rank in empty:
             store.add(f"gradsync/needed/{rank}", before + 1)
         store.add(f"gradsync/empty/{world.rank()}", 1)  # so that the ranks' counts stay equal, should they go on
-        raise GradSyncError(_EMPTY.format(name=topic, ranks=", ".join(map(str, empty))))
+        raise GradSyncError(_EMPTY.format(where=f"when this one came to {topic}", ranks=", ".join(map(str, empty))))
 
 
 def wait_for(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: str) -> None:
