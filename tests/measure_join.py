@@ -8,6 +8,8 @@ Microseconds that each adds to a micro-step of a tiny model on DDP with buffers 
 from __future__ import annotations
 
 import os
+import statistics
+import time
 
 import torch
 import torch.distributed as dist
@@ -15,11 +17,9 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import time
-
 import gradsync
 
-STEPS, MICRO_STEPS, ROUNDS = 4, 400, 10
+STEPS, MICRO_STEPS, ROUNDS = 4, 400, 40
 
 
 def pair(wrap):
@@ -74,18 +74,19 @@ def main():
         "accumulating.over, bare, known": (known, *pair(lambda m: m)),
         "accumulating.over, bare, unknown": (unknown, *pair(lambda m: m)),
     }
-    best = dict.fromkeys(ways, float("inf"))
+    costs: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, (run, model, optimizer) in ways.items():
             dist.barrier()
             start = time.perf_counter()
             run(model, optimizer, batches)
-            best[name] = min(best[name], (time.perf_counter() - start) / MICRO_STEPS * 1e6)
+            costs[name].append((time.perf_counter() - start) / MICRO_STEPS * 1e6)
+    cost_of = {name: statistics.median(several) for name, several in costs.items()}
     if dist.get_rank() == 0:
-        join = best["DDP, each step, Join"] - best["DDP, each step"]
-        print(f"{dist.get_world_size()} ranks, best of {ROUNDS} rounds, us a micro-step; Join adds {join:.0f}")
-        for name, cost in best.items():
-            base = best["accumulating, bare" if "bare" in name else "accumulating, DDP"]
+        join = cost_of["DDP, each step, Join"] - cost_of["DDP, each step"]
+        print(f"{dist.get_world_size()} ranks, median of {ROUNDS} rounds, us a micro-step; Join adds {join:.0f}")
+        for name, cost in cost_of.items():
+            base = cost_of["accumulating, bare" if "bare" in name else "accumulating, DDP"]
             adds = f"adds {cost - base:6.0f}, {(cost - base) / join:5.2f} of Join's" if "over" in name else ""
             print(f"{name:<34}{cost:8.1f}  {adds}")
     dist.barrier()

@@ -29,6 +29,22 @@ def new_token() -> str:
     return token_hex(8)
 
 
+# Copies of a group's store that no listener uses just now: a memo, for each is a connection of its own.
+_SPARE: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def _copies(group: dist.ProcessGroup) -> list[Any] | None:
+    """At least one copy of the group's store, for one that waits keeps the others waiting; None if it cannot be had."""
+    spare = _SPARE.setdefault(group, [])
+    if not spare:
+        store: Any = group.get_group_store()
+        try:
+            spare.append(store.clone())
+        except (NotImplementedError, AttributeError):  # one of somebody's own, and that on every rank
+            return None
+    return spare
+
+
 class Notice:
     """Of the windows that one loop synchronises, from which one on they are told about."""
 
@@ -41,14 +57,9 @@ class Notice:
         self._base = f"gradsync/notice/{token}"
         self._turn = 0
         self._listener: _Listener | None = None
-        # A copy of the store, for one that waits keeps the others waiting.
-        store: Any = None
-        if group is not None:
-            own: Any = group.get_group_store()
-            with suppress(NotImplementedError, AttributeError, RuntimeError):  # a store of somebody's own, perhaps
-                store = own.clone()
-        if group is not None and store is not None:
-            self._listener = _Listener(store, f"{self._base}/{group.rank()}")
+        stores = None if group is None else _copies(group)
+        if group is not None and stores is not None:
+            self._listener = _Listener(stores, f"{self._base}/{group.rank()}")
             self._listener.start()
             weakref.finalize(self, _Listener.dismiss, self._listener).atexit = False
 
@@ -84,24 +95,29 @@ class Notice:
 class _Listener(Thread):
     """Waits for notice. A thread, because it is heard while the main one is in a backward that waits for the giver."""
 
-    def __init__(self, store: Any, name: str) -> None:
+    def __init__(self, stores: list[Any], name: str) -> None:
         super().__init__(name="gradsync: notice", daemon=True)
         self.since: int | None = None  # the number of the first synchronisation that is told about
-        self._store = store
+        self._stores = stores  # where it leaves its own for the next
+        self._store = stores.pop()
         self._key = name
         self._dismissed = False
 
     def run(self) -> None:
-        while not self._dismissed:
-            try:
-                self._store.wait([self._key], _SLICE)
-            except dist.DistNetworkError:
-                return  # the store is gone, and who would give notice finds that out too
-            except RuntimeError:  # a time-out: DistStoreError from a TCPStore, its parent from a FileStore
-                continue
-            self.since = int(self._store.get(self._key))
-            self._store.set(f"{self._key}/heard", "")
+        with suppress(dist.DistNetworkError):  # the store is gone, and who would give notice finds that out too
+            while not self._dismissed and self.since is None:
+                self._wait()
+            self._stores.append(self._store)
+
+    def _wait(self) -> None:
+        try:
+            self._store.wait([self._key], _SLICE)
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:  # a time-out: DistStoreError from a TCPStore, its parent from a FileStore
             return
+        self.since = int(self._store.get(self._key))
+        self._store.set(f"{self._key}/heard", "")
 
     def dismiss(self) -> None:
         """It is needed no longer."""
