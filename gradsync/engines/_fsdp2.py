@@ -406,7 +406,8 @@ def _beside(groups: Sequence[FSDPParamGroup]) -> list[dist.ProcessGroup]:
     for group in groups:
         mine = set(group.mesh_info.mesh.mesh_dim_names or ())
         for param in group.fsdp_params:
-            mesh = param.sharded_param.device_mesh
+            sharded: Any = param.sharded_param  # a DTensor
+            mesh = sharded.device_mesh
             for dimension, name in enumerate(mesh.mesh_dim_names or ()):
                 if name not in mine:
                     found[mesh.get_group(dimension)] = None
