@@ -67,6 +67,8 @@ def main(spec: str, script: str, *options: str) -> None:
     rank = os.environ.get("RANK", "0")
     mine = int(rank) == told.get("rank") and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == told.get("attempt", 0)
 
+    ended = threading.Event()  # after that nobody dies: an agent whose finished rank is killed waits for it forever
+
     def act() -> None:
         if "pause" in told:
             file = Path(told["pause"])
@@ -74,7 +76,7 @@ def main(spec: str, script: str, *options: str) -> None:
             while file.exists():
                 time.sleep(0.01)
         elif told.get("delay"):
-            threading.Thread(target=lambda: (time.sleep(told["delay"]), die()), daemon=True).start()
+            threading.Thread(target=lambda: ended.wait(told["delay"]) or die(), daemon=True).start()
         else:
             die()
 
@@ -87,6 +89,7 @@ def main(spec: str, script: str, *options: str) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     finally:
+        ended.set()
         sys.settrace(None)
         if "count" in told:
             Path(f"{told['count']}-{rank}").write_text(str(lines.seen))

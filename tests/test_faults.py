@@ -72,7 +72,7 @@ def test_a_rank_that_nobody_sees_die():
         ),
         "at_flush": r"must come to flush of train_step, but rank 1 did not",
     }
-    with ThreadPoolExecutor() as pool:  # they do nothing but wait
+    with ThreadPoolExecutor(2) as pool:  # they do little but wait
         plays = {
             case: pool.submit(play, case, 2, 1, *(["bare", "stands still"] if case == "in_a_window" else []))
             for case in texts
