@@ -448,7 +448,7 @@ class Model:
         if not any(some) and not all(known):
             return  # nothing to know it by
         several = sum(g == f and (g, lane) not in self.waiting for g, lane in self.tracks) > len(lanes)
-        if not all(some) and (several or not (all(known) or named)):
+        if not all(some) and (several or len(lanes) > 1 or not (all(known) or named)):
             for rank in self.ranks:  # each rank gets an item, so that each knows the models
                 lengths[rank] = max(1, lengths[rank])
                 passed -= {(rank, 0)}
