@@ -88,8 +88,8 @@ class Peers:
         insist([{key: one[key] for key in words} for one in said])
         if any(one["more"] for one in said):
             check_sure([one["unsure"] for one in said], self._name)
-        if window.forward_communicates and any(one["more"] for one in said):
-            check_replays([one["can replay"] for one in said], self._name)
+            if window.forward_communicates:
+                check_replays([one["can replay"] for one in said], self._name)
         check_sync_batchnorm(models, [one["items"] for one in said], self._name)
         self._met = feed
         self._token, self._notice = said[0]["token"], None
@@ -126,11 +126,8 @@ class Peers:
     def notice(self, window: OpenWindow) -> Notice | None:
         """In the `.over` that runs, after `agree`: of windows that are not full on every rank."""
         if self._notice is None and window.num_ranks > 1:
-            if self._sums or window.forward_communicates or self._settings.skip:
-                self._notice = Notice()  # ranks tell each other of every window
-            else:
-                what = f"the first window of {self._name}.over that is not full on every rank"
-                self._notice = Notice(window.group, self._token, what)
+            always = self._sums or window.forward_communicates or self._settings.skip
+            self._notice = Notice(None if always else window.group, self._token, f"{self._name}.over")
         return self._notice
 
     def agree_to_flush(self, window: OpenWindow, index: int) -> int | None:

@@ -50,10 +50,10 @@ class Notice:
 
     __slots__ = ("__weakref__", "_base", "_group", "_listener", "_turn", "_what")
 
-    def __init__(self, group: dist.ProcessGroup | None = None, token: str = "", what: str = "") -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, token: str = "", loop: str = "") -> None:
         """`token` is common to the ranks of `group`; without a group, all windows are told about."""
         self._group = group
-        self._what = what
+        self._what = f"the first window of {loop} that is not full on every rank"
         self._base = f"gradsync/notice/{token}"
         self._turn = 0
         self._listener: _Listener | None = None

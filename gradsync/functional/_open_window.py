@@ -198,13 +198,12 @@ class OpenWindow:
         weighs: bool,
         notice: Notice | None = None,
         more: bool,
-        filled: bool,
         done: Callable[[list[Row] | None], None],
     ) -> None:
         """A backward that is not ours has begun: synchronise in it, and call `done` at its end."""
         self._check_trainable()
         self.num_micro_batches += weighs
-        row = self._row(more=more, filled=filled)
+        row = self._row(more=more)
         join_running(
             self._active,
             size=self.size,

@@ -159,9 +159,7 @@ class _Loop:
             elif step.replay:
                 self._rows = self._window.reduce(notice=notice)
             else:
-                self._rows = self._window.backward(
-                    loss, last=step.last, notice=notice, more=self._more, filled=step.index + 1 == step.size
-                )
+                self._rows = self._window.backward(loss, last=step.last, notice=notice, more=self._more)
         except RuntimeError as error:
             if is_lost(error):
                 raise lost(error, f"synchronising the gradients of window {step.window} of sync_every") from error
@@ -203,7 +201,6 @@ class _Loop:
             weighs=not step.replay,
             notice=self._word(None),
             more=self._more,
-            filled=step.index + 1 == step.size,
             done=self._note,
         )
 
@@ -242,11 +239,8 @@ class _Loop:
         """How ranks hear of windows that are not full; made at the first synchronisation, as the kind of loss shows."""
         if self._notice is None and self._finite and self._window.num_ranks > 1:
             topic = "the first synchronisation of sync_every"
-            if self._in_step or agree_on_kind(self._window.group, topic, kind_of(loss)) == SUM:
-                self._notice = Notice()  # ranks tell each other of every window
-            else:
-                what = "the first window of sync_every that is not full on every rank"
-                self._notice = Notice(self._window.group, self._token, what)
+            always = self._in_step or agree_on_kind(self._window.group, topic, kind_of(loss)) == SUM
+            self._notice = Notice(None if always else self._window.group, self._token, "sync_every")
         return self._notice
 
     def _nobody_has_more(self) -> bool:
