@@ -18,33 +18,51 @@ TIMEOUT = 3.0  # seconds: the process group's
 SLACK = 4.0  # seconds that a busy machine may take beyond it
 
 
-def play(case: str, size: int, dying: int, *args: object) -> dict[int, dict]:
-    """Run a case of this module on `size` ranks; what each of those that survived saw, by rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "gradsync", "tests.cases_faults"])
-    with tempfile.TemporaryDirectory(prefix="gradsync-faults-") as folder:
-        ranks = []
+class Play:
+    """A case of this module on `size` ranks, running from here on.
+
+    To be used from one thread: multiprocessing may read a process's end in one and miss it in another.
+    """
+
+    def __init__(self, case: str, size: int, dying: int, *args: object) -> None:
+        self._title, self._dying = f"{case}{args}", dying
+        self._folder = tempfile.TemporaryDirectory(prefix="gradsync-faults-")
+        self._end = time.monotonic() + 3 * TIMEOUT + 20
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "gradsync", "tests.cases_faults"])
+        self._ranks = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, size, f"file://{folder}/store", case, dying, args, there), daemon=True
-            )
+            store = f"file://{self._folder.name}/store"
+            process = context.Process(target=_serve, args=(rank, size, store, case, dying, args, there), daemon=True)
             process.start()
             there.close()
-            ranks.append((process, here))
-        seen, end = {}, time.monotonic() + 3 * TIMEOUT + 20
+            self._ranks.append((process, here))
+
+    def seen(self) -> dict[int, dict]:
+        """What each of those that survived saw, by rank."""
+        seen = {}
         try:
-            for rank, (process, pipe) in enumerate(ranks):
-                if rank != dying:
-                    assert pipe.poll(max(0, end - time.monotonic())), f"HANG: rank {rank} in {case}{args}"
+            for rank, (process, pipe) in enumerate(self._ranks):
+                if rank != self._dying:
+                    assert pipe.poll(self._left()), f"HANG: rank {rank} in {self._title}"
                     seen[rank] = pickle.loads(pipe.recv_bytes())
-                    process.join(max(0.1, end - time.monotonic()))
+                    process.join(self._left())
                     seen[rank]["exit code"] = process.exitcode
         finally:
-            for process, _ in ranks:
+            for process, _ in self._ranks:
                 process.kill()
                 process.join()
-    return seen
+            self._folder.cleanup()
+        return seen
+
+    def _left(self) -> float:
+        return max(0.1, self._end - time.monotonic())
+
+
+def play(case: str, size: int, dying: int, *args: object) -> dict[int, dict]:
+    """Run a case to its end; what each rank that survived saw."""
+    return Play(case, size, dying, *args).seen()
 
 
 def _serve(rank: int, size: int, init: str, case: str, dying: int, args: tuple, pipe) -> None:
