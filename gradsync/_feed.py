@@ -10,7 +10,7 @@ _TURNS = itertools.count()
 class Feed:
     """One running `.over`, as the calls in its loop see it."""
 
-    __slots__ = ("_calls", "_most_calls", "fed", "last", "num_items", "turn", "unsure")
+    __slots__ = ("_calls", "_most_calls", "_num_before", "fed", "last", "num_items", "turn", "unsure")
 
     def __init__(self, num_items: int | None, fed: set[int]) -> None:
         self.num_items = num_items  # None where that is not known before the end
@@ -18,12 +18,14 @@ class Feed:
         self.unsure = False  # whether it ended without a call, and which ones other ranks make is not known
         self.last = False
         self.turn = next(_TURNS)  # of its function's first call among all; before that, of its own beginning
+        self._num_before = -1  # items that were handed out before the current one
         self._calls = 0
         self._most_calls = 0
 
     def next_item(self, *, last: bool) -> None:
         """An item is handed out."""
         self.last = last
+        self._num_before += 1
         self._calls = 0
 
     def called(self) -> None:
@@ -32,6 +34,11 @@ class Feed:
             self.turn = next(_TURNS)
         self._calls += 1
         self._most_calls = max(self._most_calls, self._calls)
+
+    @property
+    def num_left(self) -> int | None:
+        """How many items there should be from the current one on, where that is known."""
+        return None if self.num_items is None else max(0, self.num_items - self._num_before)
 
     @property
     def ending(self) -> bool:

@@ -9,6 +9,7 @@ from gradsync.functional._agreement import agree_on_kind, insist, meet, meet_wit
 from gradsync.functional._loss import SUM, kind_of
 from gradsync.functional._lost import WaitingFor
 from gradsync.functional._notice import Notice, new_token
+from gradsync.functional._plan import Plan
 from gradsync.functional._tally import Row
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Peers:
         self._agreed = False
         self._sums = False  # whether the losses are sums, as agreed
         self._token = ""
+        self._plan = Plan(())
         self._notice: Notice | None = None
         self._may_have_more: list[bool] = []  # by rank, in the `.over` that runs
         self._met: Feed | None = None  # the `.over` whose ranks have met
@@ -80,6 +82,8 @@ class Peers:
                 **words,
                 "more": has_item or is_open,
                 "items": feed.num_items,
+                "held": window.num_micro_batches if is_open else 0,
+                "left": feed.num_left if has_item else 0,
                 "can replay": can_replay,
                 "unsure": feed.unsure,
                 "token": new_token(),
@@ -93,6 +97,7 @@ class Peers:
         check_sync_batchnorm(models, [one["items"] for one in said], self._name)
         self._met = feed
         self._token, self._notice = said[0]["token"], None
+        self._plan = Plan.of([one["held"] for one in said], [one["left"] for one in said])
         self._may_have_more = [one["more"] for one in said]
         self._uneven = len(set(self._may_have_more)) > 1
 
@@ -124,10 +129,10 @@ class Peers:
         )
 
     def notice(self, window: OpenWindow) -> Notice | None:
-        """In the `.over` that runs, after `agree`: of windows that are not full on every rank."""
+        """In the `.over` that runs, after `agree`: of windows that are not as planned on every rank."""
         if self._notice is None and window.num_ranks > 1:
             always = self._sums or window.forward_communicates or self._settings.skip
-            self._notice = Notice(None if always else window.group, self._token, f"{self._name}.over")
+            self._notice = Notice(None if always else window.group, self._plan, self._token, f"{self._name}.over")
         return self._notice
 
     def agree_to_flush(self, window: OpenWindow, index: int) -> int | None:
@@ -156,4 +161,4 @@ class Peers:
         if self._uneven:
             with WaitingFor(lambda: f"making the buffers equal at the end of {self._name}.over"):
                 window.share_buffers(self._last_source)
-        self._uneven = False
+        self._uneven, self._notice = False, None

@@ -229,7 +229,7 @@ def after_the_others_have_run_out(scene: Scene) -> None:
 
 
 def before_it_hears_that_the_others_have_run_out(scene: Scene) -> None:
-    for _ in scene.step.over(range(12 if scene.rank == scene.dying else 5)):
+    for _ in scene.step.over(iter(range(12 if scene.rank == scene.dying else 5))):
         if scene.calls == 4 and scene.rank == scene.dying:
             scene.die(signal.SIGSTOP)
         if scene.calls == 4:

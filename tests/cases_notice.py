@@ -63,6 +63,57 @@ def passing_over(wrap: str, how: str) -> None:
     assert listeners_end()
 
 
+class Says:
+    """Items, and a length that need not be theirs."""
+
+    def __init__(self, items: list, length: int) -> None:
+        self.items, self.length = items, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+def wrong_lengths(wrap: str, how: str, said: list[int], true: list[int]) -> None:
+    """A length is what the ranks expect, and no more than that."""
+    home, optimizer, items = scene(wrap)
+    rank = dist.get_rank()
+    data = Says(items[: true[rank]], said[rank])
+    if how == "sync_every":
+        for micro, x in gradsync.sync_every(home, STEPS, data):
+            micro.backward(mean_loss(home, x))
+            if micro.last:
+                optimizer.step()
+                optimizer.zero_grad()
+    else:
+        step = accumulating(steps=STEPS)(lambda home, optimizer, x: mean_loss(home, x))
+        for x in step.over(data):
+            step(home, optimizer, x)
+    windows = [
+        [(r, i) for r in range(2) for i in range(start, min(start + STEPS, true[r]))]
+        for start in range(0, max(true), STEPS)
+    ]
+    expected, _ = train(small_model(), windows, window_mean)
+    assert_equal_updates(optimizer.seen, expected)
+
+
+def calls_twice(wrap: str) -> None:
+    """Two calls an item on one rank, one on the other: neither's length says how many micro-batches it has."""
+    home, optimizer, items = scene(wrap)
+    rank = dist.get_rank()
+    step = accumulating(steps=STEPS)(lambda home, optimizer, x: mean_loss(home, x))
+    for i, x in enumerate(step.over(items[:4])):
+        step(home, optimizer, x)
+        if rank == 0:
+            step(home, optimizer, items[i + 4])
+    mine = [[0, 4, 1, 5, 2, 6, 3, 7], [0, 1, 2, 3]]
+    windows = [[(r, i) for r in range(2) for i in mine[r][start : start + STEPS]] for start in (0, 3, 6)]
+    expected, _ = train(small_model(), windows, window_mean)
+    assert_equal_updates(optimizer.seen, expected)
+
+
 def left_early(wrap: str) -> None:
     """A loop that is left has given no notice; its listener goes, and the next loop has its own."""
     home, optimizer, items = scene(wrap)

@@ -67,7 +67,7 @@ def test_a_rank_that_nobody_sees_die():
         "at_the_first_boundary": r"must come to the first boundary of train_step, but rank 1 did not",
         "at_the_start_of_over": r"must come to the data of train_step.over, but rank 1 did not within the process group's",
         "before_it_hears_that_the_others_have_run_out": (
-            r"must come to the first window of train_step.over that is not full on every rank, but rank 1 did not"
+            r"must come to the first window of train_step.over that is not as planned on every rank, but rank 1 did not"
         ),
         "at_flush": r"must come to flush of train_step, but rank 1 did not",
     }

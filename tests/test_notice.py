@@ -1,4 +1,4 @@
-"""Windows that turn out not to be full: every rank hears of the first in time, and until then nothing is sent.
+"""Windows that are not as planned: every rank hears of the first in time, and until then nothing is sent.
 
 How many collectives that saves is counted in test_ddp.py.
 """
@@ -15,6 +15,20 @@ WRAPS = ["bare", "ddp"]
 @pytest.mark.parametrize("how", ["over", "sync_every"])
 def test_loops_that_pass_over_items(ranks, wrap, how):
     ranks(2).run(CASES + "passing_over", wrap, how)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("how", ["over", "sync_every"])
+@pytest.mark.parametrize(
+    ("said", "true"), [([8, 8], [5, 8]), ([3, 8], [8, 8]), ([8, 6], [8, 9]), ([5, 5], [8, 8]), ([9, 9], [9, 1])]
+)
+def test_lengths_that_are_wrong(ranks, wrap, how, said, true):
+    ranks(2).run(CASES + "wrong_lengths", wrap, how, said, true)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_rank_that_calls_twice_an_item(ranks, wrap):
+    ranks(2).run(CASES + "calls_twice", wrap)
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

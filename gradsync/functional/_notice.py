@@ -1,9 +1,9 @@
-"""Word from one rank to all that its windows are full no longer: nothing to send as long as they are.
+"""Word from one rank to all that it brings something else than planned: nothing to send as long as it does not.
 
-While each rank brings full windows, and has more to come, everybody knows what everybody brings. A rank that is about
-to synchronise anything else gives notice first, through the store, and waits until every rank has heard it. As no
-synchronisation ends without all ranks, whoever has come to the end of that one knows of the notice: it is told what the
-ranks brought, and from then on tables travel with the gradients.
+While each rank brings what the plan says, everybody knows what everybody brings. A rank that is about to synchronise
+anything else gives notice first, through the store, and waits until every rank has heard it. As no synchronisation ends
+without all ranks, whoever has come to the end of that one knows of the notice: it is told what the ranks brought, and
+from then on tables travel with the gradients.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from datetime import timedelta
 from secrets import token_hex
 from threading import Thread
 from threading import enumerate as running_threads
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from gradsync.functional._agreement import at_the_store, wait_for
+from gradsync.functional._plan import Plan
+
+if TYPE_CHECKING:
+    from gradsync.functional._tally import Row
 
 _SLICE = timedelta(seconds=0.5)  # how long a listener may take to see that it was dismissed
 
@@ -48,14 +52,19 @@ def _copies(group: dist.ProcessGroup) -> list[Any] | None:
 class Notice:
     """Of the windows that one loop synchronises, from which one on they are told about."""
 
-    __slots__ = ("__weakref__", "_base", "_group", "_listener", "_turn", "_what")
+    __slots__ = ("__weakref__", "_base", "_group", "_listener", "_plan", "_rank", "_taken", "_turn", "_what")
 
-    def __init__(self, group: dist.ProcessGroup | None = None, token: str = "", loop: str = "") -> None:
-        """`token` is common to the ranks of `group`; without a group, all windows are told about."""
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, plan: Plan | None = None, token: str = "", loop: str = ""
+    ) -> None:
+        """`plan` and `token` are common to the ranks of `group`; without a group, all windows are told about."""
         self._group = group
-        self._what = f"the first window of {loop} that is not full on every rank"
+        self._rank = 0 if group is None else group.rank()
+        self._plan = plan or Plan(())
+        self._what = f"the first window of {loop} that is not as planned on every rank"
         self._base = f"gradsync/notice/{token}"
         self._turn = 0
+        self._taken = 0  # micro-batches that full windows have had in these turns
         self._listener: _Listener | None = None
         stores = None if group is None else _copies(group)
         if group is not None and stores is not None:
@@ -68,10 +77,12 @@ class Notice:
         """Whether the coming synchronisation takes a table along: the same answer on every rank."""
         return self._listener is None or (self._listener.since is not None and self._listener.since < self._turn)
 
-    def give(self) -> None:
-        """Make sure that every rank knows, before the coming synchronisation, that it is to be told about."""
+    def announce(self, row: Row, size: int) -> None:
+        """Before a window of `size` synchronises: if this rank's `row` is not as planned, make sure that all know."""
         group = self._group
         if group is None or self._listener is None or self._listener.since is not None:
+            return
+        if row.says(self._plan.row(self._rank, self._taken, size)):
             return
 
         def talk() -> None:
@@ -86,10 +97,15 @@ class Notice:
 
         at_the_store(group, self._what, talk)
 
-    def passed(self) -> bool:
-        """One more synchronisation has ended; whether its table did not ride, and is to be told now."""
+    def passed(self, size: int) -> bool:
+        """One more synchronisation, of a window of `size`, has ended; whether its table is to be told now."""
         turn, self._turn = self._turn, self._turn + 1
+        self._taken += size
         return self._listener is not None and self._listener.since == turn
+
+    def planned(self, size: int) -> list[Row] | None:
+        """What all ranks brought to the window of `size` that has ended last, if none has told; None: full ones."""
+        return self._plan.rows(self._taken - size, size)
 
 
 class _Listener(Thread):

@@ -112,7 +112,7 @@ class OpenWindow:
         """One micro-batch's backward, inside `hold`; on the `last`, or `early` on each, the gradients synchronise.
 
         Returns what all ranks brought, where that is not known already: for sums, whose counts only their ranks know,
-        and where there is a `notice`, of which this rank gives word before it brings anything but a full window.
+        and where there is a `notice`, by which this rank gives word before it brings anything but what is planned.
         """
         tensor = self._count(loss)
         if last:
@@ -316,23 +316,24 @@ class OpenWindow:
             return ()
         if notice is None:
             return () if row.count is None else self._table(row)
-        if not row.is_plain(self.size):
-            notice.give()
+        notice.announce(row, self.size)
         return self._table(row) if notice.rides else ()
 
     def _told(self, summed: Table, row: Row, notice: Notice | None) -> list[Row] | None:
-        """What all ranks brought to a synchronisation that has ended; None if each brought what was planned."""
+        """What all ranks brought to a synchronisation that has ended; None if each brought a full window."""
         if self.num_ranks == 1:
             return [row]
         if self._tell_after or (notice is not None and self._passed(notice)):
             return self.tell(row)
-        return decode(summed) if summed else None
+        if summed:
+            return decode(summed)
+        return None if notice is None else notice.planned(self.size)
 
     def _passed(self, notice: Notice) -> bool:
         """Whether a synchronisation that has ended is to be told about."""
         if self.parameters[0].device.type != "cpu":
             torch.accelerator.current_stream().synchronize()  # it ends on the device, where this rank runs ahead
-        return notice.passed()
+        return notice.passed(self.size)
 
     def _row(self, *, more: bool, filled: bool = False, called: bool = True) -> Row:
         count = None if self.count is None else float(self.count)

@@ -17,6 +17,7 @@ from gradsync.functional._micro_batch import named_range
 from gradsync.functional._no_sync import check_modules
 from gradsync.functional._notice import Notice, new_token
 from gradsync.functional._open_window import OpenWindow
+from gradsync.functional._plan import Plan
 from gradsync.functional._stream import length, lookahead
 from gradsync.functional._tally import Row
 from gradsync.functional._window import Steps, check_steps, window_size
@@ -98,7 +99,8 @@ class _Loop:
         self._hooks: list[LeafHooks] = []
         self._rows: Sequence[Row] | None = None
         self._token = ""
-        self._notice: Notice | None = None  # of windows that are not full on every rank
+        self._plan = Plan(())
+        self._notice: Notice | None = None  # of windows that are not as planned on every rank
 
     def endless(self) -> Iterator[MicroStep]:
         self._begin()
@@ -224,7 +226,7 @@ class _Loop:
         """The lowest rank with an item, whose buffers the first window begins with; None if there is no item at all."""
         words = {"has_item": has_item, "items": num_items, "token": new_token()}
         said = meet_with_data(self._window.group, self._window.twins, "the data of sync_every", words)
-        self._token = said[0]["token"]
+        self._token, self._plan = said[0]["token"], Plan.of([0] * len(said), [one["items"] for one in said])
         empty = [str(rank) for rank, words in enumerate(said) if not words["has_item"]]
         if len(empty) == len(said):
             return None
@@ -236,11 +238,11 @@ class _Loop:
         return 0
 
     def _word(self, loss: torch.Tensor | LossSum | None) -> Notice | None:
-        """How ranks hear of windows that are not full; made at the first synchronisation, as the kind of loss shows."""
+        """How ranks hear of what is not as planned; made at the first synchronisation, as the kind of loss shows."""
         if self._notice is None and self._finite and self._window.num_ranks > 1:
             topic = "the first synchronisation of sync_every"
             always = self._in_step or agree_on_kind(self._window.group, topic, kind_of(loss)) == SUM
-            self._notice = Notice(None if always else self._window.group, self._token, "sync_every")
+            self._notice = Notice(None if always else self._window.group, self._plan, self._token, "sync_every")
         return self._notice
 
     def _nobody_has_more(self) -> bool:

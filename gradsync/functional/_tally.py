@@ -32,9 +32,11 @@ class Row:
     void: bool = False  # whether a backward failed, so that all ranks must drop the window
     called: bool = True  # whether it had any call, dropped ones included
 
-    def is_plain(self, planned: int) -> bool:
-        """Whether it says no more than that the window is as planned, and that another may follow."""
-        return self.num_micro_batches == planned and self.more and self.count is None and not self.void
+    def says(self, other: Row) -> bool:
+        """Whether it brings the same as another; that holds for what is not compared here too, then."""
+        return (self.num_micro_batches, self.more, self.count, self.void) == (
+            other.num_micro_batches, other.more, other.count, other.void
+        )  # fmt: skip
 
 
 def encode(row: Row, rank: int, num_ranks: int) -> list[float]:
