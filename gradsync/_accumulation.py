@@ -137,15 +137,15 @@ class Accumulation:
 
     def _take_from(self, feed: Feed) -> tuple[bool, bool]:
         """Whether the coming call ends the data, so that it must close the window; and whether more may come."""
-        ending, more = feed.ending, feed.more
-        feed.called()
-        feed.fed.add(id(self))
-        self._fed = feed
+        ending, more = feed.called()
         window = self._binding.window
-        if window.num_ranks > 1:
-            self._meet(feed, has_item=True)
-            if window.forward_communicates:
-                ending, _ = self._peers.in_step(window, real=True, more=more)
+        if self._fed is not feed:
+            if window.num_ranks > 1:
+                self._meet(feed, has_item=True)
+            feed.fed.add(id(self))
+            self._fed = feed
+        if window.forward_communicates and window.num_ranks > 1:
+            ending, _ = self._peers.in_step(window, real=True, more=more)
         return ending and self._settings.tail != "carry", more
 
     def _body(

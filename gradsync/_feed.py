@@ -28,24 +28,20 @@ class Feed:
         self._num_before += 1
         self._calls = 0
 
-    def called(self) -> None:
-        """The function was called, for the current item."""
+    def called(self) -> tuple[bool, bool]:
+        """The function is called, for the current item.
+
+        Whether it is the last call, in a loop that is known to call once an item; and whether one may come after it.
+        """
         if self._most_calls == 0:
             self.turn = next(_TURNS)
+        once = self.last and self._most_calls == 1
+        ending = once and self._calls == 0
         self._calls += 1
         self._most_calls = max(self._most_calls, self._calls)
+        return ending, not once
 
     @property
     def num_left(self) -> int | None:
         """How many items there should be from the current one on, where that is known."""
         return None if self.num_items is None else max(0, self.num_items - self._num_before)
-
-    @property
-    def ending(self) -> bool:
-        """Whether the coming call is the last: the last item's, in a loop that is known to call once an item."""
-        return self.last and self._most_calls == 1 and self._calls == 0
-
-    @property
-    def more(self) -> bool:
-        """Whether a call may come after the current one."""
-        return not self.last or self._most_calls != 1

@@ -2,11 +2,14 @@
 
     torchrun --standalone --nproc-per-node 2 -m tests.measure_join
 
-Microseconds that each adds to a micro-step of a tiny model on DDP with buffers left out, lengths known and unknown.
+Microseconds that each adds to a micro-step of a tiny model on DDP with buffers left out, lengths known and unknown:
+the median of the differences within each round, and how far that median is from certain (by bootstrap). On a machine
+with as few cores as ranks a single round says nothing; `--rounds 200` takes five minutes or so.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import statistics
@@ -20,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 
-STEPS, MICRO_STEPS, ROUNDS = 4, 400, 40
+STEPS, MICRO_STEPS = 4, 400
 
 
 def pair(wrap):
@@ -61,7 +64,16 @@ def unknown(model, optimizer, batches):
         train_step(model, optimizer, x)
 
 
+def median_and_doubt(values: list[float], generator: random.Random) -> tuple[float, float]:
+    """The median, and the standard deviation of the medians of samples drawn from the same values."""
+    medians = [statistics.median(generator.choices(values, k=len(values))) for _ in range(300)]
+    return statistics.median(values), statistics.stdev(medians)
+
+
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=40)
+    rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     batches = list(torch.randn(MICRO_STEPS, 4, 8))
@@ -80,21 +92,26 @@ def main():
     }
     order = random.Random(0)  # noqa: S311 - the same on every rank
     costs: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name in order.sample(list(ways), len(ways)):
             run, model, optimizer = ways[name]
             dist.barrier()
             start = time.perf_counter()
             run(model, optimizer, batches)
             costs[name].append((time.perf_counter() - start) / MICRO_STEPS * 1e6)
-    cost_of = {name: statistics.median(several) for name, several in costs.items()}
     if dist.get_rank() == 0:
-        join = cost_of["DDP, each step, Join"] - cost_of["DDP, each step"]
-        print(f"{dist.get_world_size()} ranks, median of {ROUNDS} rounds, us a micro-step; Join adds {join:.0f}")
-        for name, cost in cost_of.items():
-            base = cost_of["accumulating, bare" if "bare" in name else "accumulating, DDP"]
-            adds = f"adds {cost - base:6.0f}, {(cost - base) / join:5.2f} of Join's" if "over" in name else ""
-            print(f"{name:<34}{cost:8.1f}  {adds}")
+
+        def added(name: str, base: str) -> tuple[float, float]:
+            return median_and_doubt([a - b for a, b in zip(costs[name], costs[base], strict=True)], order)
+
+        join, join_doubt = added("DDP, each step, Join", "DDP, each step")
+        print(f"{dist.get_world_size()} ranks, {rounds} rounds, us a micro-step; Join adds {join:.0f} +- {join_doubt:.0f}")
+        for name, several in costs.items():
+            adds = ""
+            if "over" in name:
+                cost, doubt = added(name, "accumulating, bare" if "bare" in name else "accumulating, DDP")
+                adds = f"adds {cost:4.0f} +- {doubt:2.0f}, {cost / join:5.2f} +- {doubt / join:.2f} of Join's"
+            print(f"{name:<34}{statistics.median(several):8.1f}  {adds}")
     dist.barrier()
     os._exit(0)
 

@@ -82,7 +82,7 @@ class Notice:
         group = self._group
         if group is None or self._listener is None or self._listener.since is not None:
             return
-        if row.says(self._plan.row(self._rank, self._taken, size)):
+        if self._plan.expects(row, self._rank, self._taken, size):
             return
 
         def talk() -> None:

@@ -26,15 +26,19 @@ class Plan:
         """What ranks that hold so many, and have so many items left, are to bring."""
         return cls([h + (float("inf") if n is None else n) for h, n in zip(held, left, strict=True)])
 
-    def row(self, rank: int, taken: int, size: int) -> Row:
-        """What `rank` is to bring to the coming window of `size`.
+    def expects(self, row: Row, rank: int, taken: int, size: int) -> bool:
+        """Whether `row` is what `rank` is to bring to the coming window of `size`.
 
-        >>> Plan([5, 8]).row(0, taken=4, size=4)
-        Row(num_micro_batches=1, count=None, more=False, filled=False, void=False, called=True)
+        >>> Plan([5, 8]).expects(Row(1, None, more=False), rank=0, taken=4, size=4)
+        True
         """
-        left = max(0, self.totals[rank] - taken)
-        num = int(min(size, left))
-        return Row(num, None, more=left > size, filled=num == size, called=num > 0)
+        left = self.totals[rank] - taken
+        return (
+            row.num_micro_batches == max(0, min(size, left))
+            and row.more == (left > size)
+            and row.count is None
+            and not row.void
+        )
 
     def rows(self, taken: int, size: int) -> list[Row] | None:
         """What all are to bring; None if each brings a full window, and has more to come.
@@ -45,4 +49,9 @@ class Plan:
         """
         if min(self.totals) - taken > size:
             return None
-        return [self.row(rank, taken, size) for rank in range(len(self.totals))]
+        lefts = [total - taken for total in self.totals]
+        nums = [int(max(0, min(size, left))) for left in lefts]
+        return [
+            Row(num, None, more=left > size, filled=num == size, called=num > 0)
+            for num, left in zip(nums, lefts, strict=True)
+        ]

@@ -32,12 +32,6 @@ class Row:
     void: bool = False  # whether a backward failed, so that all ranks must drop the window
     called: bool = True  # whether it had any call, dropped ones included
 
-    def says(self, other: Row) -> bool:
-        """Whether it brings the same as another; that holds for what is not compared here too, then."""
-        return (self.num_micro_batches, self.more, self.count, self.void) == (
-            other.num_micro_batches, other.more, other.count, other.void
-        )  # fmt: skip
-
 
 def encode(row: Row, rank: int, num_ranks: int) -> list[float]:
     """The table that holds only this rank's row; summed over the ranks it is the whole."""
