@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradsync._guards import check_replays, check_sure, check_sync_batchnorm
 from gradsync.functional._agreement import agree_on_kind, insist, meet, meet_with_data
 from gradsync.functional._loss import SUM, kind_of
 from gradsync.functional._lost import WaitingFor
-from gradsync.functional._notice import Notice, new_token
-from gradsync.functional._plan import Plan
+from gradsync.functional._notice import Notice, opening
 from gradsync.functional._tally import Row
 
 if TYPE_CHECKING:
@@ -36,8 +35,7 @@ class Peers:
         self._counts = counts
         self._agreed = False
         self._sums = False  # whether the losses are sums, as agreed
-        self._token = ""
-        self._plan = Plan(())
+        self._openings: list[dict[str, Any]] = []  # what the ranks said as the `.over` that runs began
         self._notice: Notice | None = None
         self._may_have_more: list[bool] = []  # by rank, in the `.over` that runs
         self._met: Feed | None = None  # the `.over` whose ranks have met
@@ -82,11 +80,14 @@ class Peers:
                 **words,
                 "more": has_item or is_open,
                 "items": feed.num_items,
-                "held": window.num_micro_batches if is_open else 0,
-                "left": feed.num_left if has_item else 0,
                 "can replay": can_replay,
                 "unsure": feed.unsure,
-                "token": new_token(),
+                **opening(
+                    None if window.forward_communicates else window.group,
+                    f"{self._name}.over",
+                    held=window.num_micro_batches if is_open else 0,
+                    left=feed.num_left if has_item else 0,
+                ),
             },
         )
         insist([{key: one[key] for key in words} for one in said])
@@ -96,8 +97,7 @@ class Peers:
                 check_replays([one["can replay"] for one in said], self._name)
         check_sync_batchnorm(models, [one["items"] for one in said], self._name)
         self._met = feed
-        self._token, self._notice = said[0]["token"], None
-        self._plan = Plan.of([one["held"] for one in said], [one["left"] for one in said])
+        self._openings, self._notice = said, None
         self._may_have_more = [one["more"] for one in said]
         self._uneven = len(set(self._may_have_more)) > 1
 
@@ -132,7 +132,7 @@ class Peers:
         """In the `.over` that runs, after `agree`: of windows that are not as planned on every rank."""
         if self._notice is None and window.num_ranks > 1:
             always = self._sums or window.forward_communicates or self._settings.skip
-            self._notice = Notice(None if always else window.group, self._plan, self._token, f"{self._name}.over")
+            self._notice = Notice() if always else Notice(window.group, self._openings, f"{self._name}.over")
         return self._notice
 
     def agree_to_flush(self, window: OpenWindow, index: int) -> int | None:

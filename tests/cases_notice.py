@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from gradsync import GradSyncError, LossSum, accumulating
-from gradsync.functional import _notice
+from gradsync.functional import _listener
 from tests.reference import Recorder, assert_equal_updates, mean_loss, micro_batch, small_model, sum_loss, train, window_mean
 
 STEPS = 3
@@ -23,14 +22,7 @@ def scene(wrap: str):
 
 
 def listeners() -> int:
-    return sum(thread.name == "gradsync: notice" for thread in threading.enumerate())
-
-
-def listeners_end() -> bool:
-    end = time.monotonic() + 10
-    while listeners() and time.monotonic() < end:
-        time.sleep(0.05)
-    return not listeners()
+    return sum(thread.name == "gradsync: listener" for thread in threading.enumerate())
 
 
 def passing_over(wrap: str, how: str) -> None:
@@ -60,7 +52,7 @@ def passing_over(wrap: str, how: str) -> None:
         windows = [[(0, 0), (0, 2), (0, 3), (1, 7), (1, 8), (1, 9)], [(0, 4), (0, 7), (0, 8)], [(0, 9)]]
     expected, _ = train(small_model(), windows, window_mean)
     assert_equal_updates(optimizer.seen, expected)
-    assert listeners_end()
+    assert listeners() == 1
 
 
 class Says:
@@ -115,21 +107,20 @@ def calls_twice(wrap: str) -> None:
 
 
 def left_early(wrap: str) -> None:
-    """A loop that is left has given no notice; its listener goes, and the next loop has its own."""
+    """A loop that is left has given no notice, and the next one has its own."""
     home, optimizer, items = scene(wrap)
     step = accumulating(steps=STEPS)(lambda home, optimizer, x: mean_loss(home, x))
     for i, x in enumerate(step.over(items)):
         step(home, optimizer, x)
         if i == 4:
             break
-    assert listeners() == 1, "it listens as long as the next `.over` is not met"
     lengths = [4, 3]  # on from two held micro-batches
     for x in step.over(items[5 : 5 + lengths[dist.get_rank()]]):
         step(home, optimizer, x)
     windows = [[(r, i) for i in part for r in range(2)] for part in ((0, 1, 2), (3, 4, 5), (6, 7))]
     expected, _ = train(small_model(), [*windows[:2], [*windows[2], (0, 8)]], window_mean)
     assert_equal_updates(optimizer.seen, expected)
-    assert listeners_end()
+    assert listeners() == 1
 
 
 def failing_as_another_gives_notice(wrap: str) -> str:
@@ -153,7 +144,7 @@ def failing_as_another_gives_notice(wrap: str) -> str:
             step(home, optimizer, x)
         except ZeroDivisionError as error:
             raised = str(error)
-    assert listeners_end()
+    assert listeners() == 1
     return raised
 
 
@@ -177,13 +168,34 @@ def kinds_that_change(wrap: str) -> str:
     return "nothing"
 
 
+def many_loops(wrap: str) -> None:
+    """What is kept of notices, here and in the store, does not grow; one that is still in use is not forgotten."""
+    home, optimizer, items = scene(wrap)
+    other, other_optimizer, _ = scene(wrap)
+    step = accumulating(steps=1)(lambda home, optimizer, x: mean_loss(home, x))
+    slow = accumulating(steps=1)(lambda home, optimizer, x: mean_loss(home, x))
+    kept, _listener._KEPT = _listener._KEPT, 3
+    for i, x in enumerate(slow.over(iter(items[: [4, 2][dist.get_rank()]]))):
+        slow(other, other_optimizer, x)
+        for _ in range(12 if i == 1 else 0):  # rank 1 has just given notice that its data has ended
+            for y in step.over(iter(items[:2])):
+                step(home, optimizer, y)
+            assert len(_listener.listener(dist.group.WORLD, "").heard) <= 4
+    _listener._KEPT = kept
+    expected, _ = train(small_model(), [[(0, 0), (1, 0)], [(0, 1), (1, 1)], [(0, 2)], [(0, 3)]], window_mean)
+    assert_equal_updates(other_optimizer.seen, expected)
+    assert len(optimizer.seen) == 24
+
+
 def a_store_of_ones_own(wrap: str) -> None:
     """A store that cannot be copied, so that nobody can listen: ranks tell each other of every window."""
     home, optimizer, items = scene(wrap)
     lengths = [5, 8]
     step = accumulating(steps=STEPS)(lambda home, optimizer, x: mean_loss(home, x))
     clone = dist.PrefixStore.clone
-    _notice._SPARE.clear()  # copies that other tests have made
+    group = dist.group.WORLD
+    kept = _listener._LISTENERS.pop(group, None)  # which other tests have made
+    before = listeners()
 
     def refuse(self):
         raise NotImplementedError
@@ -192,9 +204,11 @@ def a_store_of_ones_own(wrap: str) -> None:
     try:
         for x in step.over(items[: lengths[dist.get_rank()]]):
             step(home, optimizer, x)
-            assert not listeners()
+            assert listeners() == before
     finally:
         dist.PrefixStore.clone = clone
+        if kept is not None:
+            _listener._LISTENERS[group] = kept
     both = [(r, i) for i in range(3) for r in range(2)]
     windows = [both, [(r, i + 3) for r, i in both if i + 3 < lengths[r]], [(1, 6), (1, 7)]]
     expected, _ = train(small_model(), windows, window_mean)

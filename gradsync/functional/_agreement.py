@@ -8,7 +8,6 @@ import math
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # TimeoutError itself only since Python 3.11
-from datetime import timedelta
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SLICE = timedelta(seconds=1)
+_GRACE = 2.0  # seconds beyond a group's time-out, for a store that does not answer
 
 
 def meet(group: dist.ProcessGroup | None, topic: str, saying: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -137,7 +136,7 @@ def at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) ->
 
     Thread(target=run, name=f"gradsync: {topic}", daemon=True).start()
     try:
-        return outcome.result(_timeout(group) + 2 * _SLICE.total_seconds())
+        return outcome.result(_timeout(group) + _GRACE)
     except dist.DistNetworkError as error:
         raise GradSyncError(
             f"Every rank must come to {topic}, but the store that they meet at is gone: {error}. The process that "
@@ -151,12 +150,13 @@ def at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) ->
 
 
 def _exchange_words(group: dist.ProcessGroup, topic: str, saying: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    store, rank = group.get_group_store(), group.rank()
+    store: Any = group.get_group_store()
+    rank = group.rank()
     number = store.add(f"gradsync/{rank}", 1)
     store.set(f"gradsync/{number}/{rank}", json.dumps([topic, saying]))
     keys = [f"gradsync/{number}/{other}" for other in range(group.size())]
     wait_for(store, keys, group, topic)
-    said = [json.loads(store.get(key)) for key in keys]
+    said = [json.loads(one) for one in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
     if number > 1:
         store.delete_key(f"gradsync/{number - 1}/{rank}")  # all are here, so all have read the one before
     return said
@@ -193,23 +193,25 @@ def _refuse_empty(group: dist.ProcessGroup, missing: Sequence[int], topic: str) 
 
 
 def wait_for(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: str) -> None:
-    limit = time.monotonic() + _timeout(group)
-    while True:
-        try:
-            store.wait(list(keys), min(_SLICE, timedelta(seconds=max(0.001, limit - time.monotonic()))))
-        except dist.DistNetworkError:
-            raise
-        except RuntimeError:  # a time-out: DistStoreError from a TCPStore, its parent from a FileStore
+    """Come back as all `keys` are set, one by each rank.
+
+    It looks again and again, later and later, because torch prints a warning for each wait that ends in vain.
+    """
+    start, looks_at_empty = time.monotonic(), 1.0
+    while not store.check(list(keys)):
+        waited = time.monotonic() - start
+        over = waited > _timeout(group)
+        if over or waited > looks_at_empty:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             _refuse_empty(group, missing, topic)
-            if time.monotonic() < limit:
-                continue
-        else:
-            return
-        raise GradSyncError(
-            f"Every rank must come to {topic}, but rank {', '.join(map(str, missing))} did not within the process "
-            "group's time-out. It ended, failed, or has another number of micro-batches; .over(...) allows for that."
-        )
+            looks_at_empty += 1.0
+            if over and missing:
+                raise GradSyncError(
+                    f"Every rank must come to {topic}, but rank {', '.join(map(str, missing))} did not within the "
+                    "process group's time-out. It ended, failed, or has another number of micro-batches; .over(...) "
+                    "allows for that."
+                )
+        time.sleep(min(max(waited / 16, 5e-5), 0.2))
 
 
 def _timeout(group: dist.ProcessGroup) -> float:

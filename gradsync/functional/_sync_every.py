@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import attach, rest
@@ -15,9 +15,8 @@ from gradsync.functional._loss import SUM, LossSum, kind_of
 from gradsync.functional._lost import WaitingFor, is_lost, lost
 from gradsync.functional._micro_batch import named_range
 from gradsync.functional._no_sync import check_modules
-from gradsync.functional._notice import Notice, new_token
+from gradsync.functional._notice import Notice, opening
 from gradsync.functional._open_window import OpenWindow
-from gradsync.functional._plan import Plan
 from gradsync.functional._stream import length, lookahead
 from gradsync.functional._tally import Row
 from gradsync.functional._window import Steps, check_steps, window_size
@@ -98,8 +97,7 @@ class _Loop:
         self._plain: PlainBackward | None = None
         self._hooks: list[LeafHooks] = []
         self._rows: Sequence[Row] | None = None
-        self._token = ""
-        self._plan = Plan(())
+        self._openings: list[dict[str, Any]] = []  # what the ranks said as the loop began
         self._notice: Notice | None = None  # of windows that are not as planned on every rank
 
     def endless(self) -> Iterator[MicroStep]:
@@ -224,9 +222,14 @@ class _Loop:
 
     def _first_source(self, *, has_item: bool, num_items: int | None) -> int | None:
         """The lowest rank with an item, whose buffers the first window begins with; None if there is no item at all."""
-        words = {"has_item": has_item, "items": num_items, "token": new_token()}
-        said = meet_with_data(self._window.group, self._window.twins, "the data of sync_every", words)
-        self._token, self._plan = said[0]["token"], Plan.of([0] * len(said), [one["items"] for one in said])
+        group = self._window.group
+        words = {
+            **opening(None if self._in_step else group, "sync_every", held=0, left=num_items),
+            "has_item": has_item,
+            "items": num_items,
+        }
+        said = meet_with_data(group, self._window.twins, "the data of sync_every", words)
+        self._openings = said
         empty = [str(rank) for rank, words in enumerate(said) if not words["has_item"]]
         if len(empty) == len(said):
             return None
@@ -242,7 +245,7 @@ class _Loop:
         if self._notice is None and self._finite and self._window.num_ranks > 1:
             topic = "the first synchronisation of sync_every"
             always = self._in_step or agree_on_kind(self._window.group, topic, kind_of(loss)) == SUM
-            self._notice = Notice(None if always else self._window.group, self._plan, self._token, "sync_every")
+            self._notice = Notice() if always else Notice(self._window.group, self._openings, "sync_every")
         return self._notice
 
     def _nobody_has_more(self) -> bool:
