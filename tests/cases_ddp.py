@@ -291,6 +291,35 @@ def same_times(config: dict) -> None:
     assert_equal_updates(optimizer.seen, expected)
 
 
+def dropped_by_the_user() -> None:
+    """A search for unused parameters remembers what held backwards used, also if somebody drops their gradients."""
+    ranks, rank = range(dist.get_world_size()), dist.get_rank()
+    model = small_model(unused=True)
+    home = DDP(model, find_unused_parameters=True)
+    optimizer = Recorder(model.parameters())
+
+    @accumulating(steps=1)
+    def step(model, optimizer, x, fails=False):
+        loss = mean_loss(model, x)
+        if fails:
+            loss.register_hook(lambda _: 1 / 0)
+        return loss
+
+    step(home, optimizer, micro_batch(rank, 0))
+    for micro, x in zip(gradsync.sync_every(home, 2), [micro_batch(rank, 1)], strict=False):
+        micro.backward(mean_loss(home, x))
+    optimizer.zero_grad()
+    for fails in (True, False):
+        with contextlib.suppress(ZeroDivisionError):
+            step(home, optimizer, micro_batch(rank, 2), fails=fails)
+    with gradsync.no_sync(home):
+        mean_loss(home, micro_batch(rank, 3)).backward()
+    optimizer.zero_grad()
+    step(home, optimizer, micro_batch(rank, 4))
+    expected, _ = train(small_model(unused=True), [[(r, i) for r in ranks] for i in (0, 2, 4)], window_mean)
+    assert_equal_updates(optimizer.seen, expected)
+
+
 def flush_scenario(name: str) -> None:
     """flush() with the user's communication hook, and after a static graph's first window."""
     rank = dist.get_rank()

@@ -48,6 +48,11 @@ def test_ddps_own_forward_runs_where_it_adds_something(ranks, wrap, forwards):
     assert ranks(2).run(CASES + "forwards", wrap) == [(forwards, 3)] * 2
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_that_the_user_drops(ranks, size):
+    ranks(size).run(CASES + "dropped_by_the_user")
+
+
 def test_one_rank_on_ddp(ranks):
     for what in ("plain", "hook", "late hook"):
         assert ranks(1).run(CASES + "alone", what) == ["equal"]

@@ -118,6 +118,8 @@ class DDPEngine(Engine):
 
     def restore(self, found: tuple[bool, bool, Any]) -> None:
         state = vars(self._ddp)
+        if self._ddp.find_unused_parameters and state["_gradsync_held"]:
+            state.setdefault("_gradsync_used", set()).update(id(p) for p in self._reduced if p.grad is not None)
         state["require_backward_grad_sync"], state["require_forward_param_sync"], forward = found
         if forward is not None:
             state["forward"] = forward
@@ -192,14 +194,6 @@ class DDPEngine(Engine):
         self._rebuild_buckets()
         return None
 
-    def discard(self) -> None:
-        # A reducer that looks for unused parameters remembers which ones held backwards have used, until it next
-        # reduces, and then takes no undefined gradient for these.
-        state = vars(self._ddp)
-        if self._ddp.find_unused_parameters and state.get("_gradsync_held"):
-            state.setdefault("_gradsync_stale", set()).update(id(p) for p in self._reduced if p.grad is not None)
-        super().discard()
-
     # -- the reducer ----------------------------------------------------------------------------------------------
 
     @property
@@ -232,10 +226,14 @@ class DDPEngine(Engine):
         return self._ddp.find_unused_parameters or self._ddp.static_graph
 
     def _define_stale(self) -> None:
-        """Zeros for the parameters whose discarded gradients the reducer remembers."""
-        stale = vars(self._ddp).pop("_gradsync_stale", ())
-        for parameter in self._reduced if stale else ():
-            if parameter.grad is None and id(parameter) in stale:
+        """Zeros for the parameters whose gradients somebody has dropped since held backwards made them.
+
+        A reducer that looks for unused parameters remembers which ones backwards have used, until it next reduces, and
+        then takes no undefined gradient for these. It does not tell which.
+        """
+        used = vars(self._ddp).pop("_gradsync_used", ())
+        for parameter in self._reduced if used else ():
+            if parameter.grad is None and id(parameter) in used:
                 parameter.grad = torch.zeros_like(parameter)
 
     @property
@@ -310,8 +308,10 @@ class DDPEngine(Engine):
 
     def _rebuild_buckets(self) -> None:
         """Order the buckets after the first reduction, as DDP does in its next forward: other ranks may run none."""
-        vars(self._ddp)["_gradsync_held"] = False
-        if "_gradsync_keeps_buckets" in vars(self._ddp):
+        state = vars(self._ddp)
+        state["_gradsync_held"] = False
+        state.pop("_gradsync_used", None)
+        if "_gradsync_keeps_buckets" in state:
             self._ddp.reducer._reset_state()
         elif self._ddp.reducer._rebuild_buckets():
             self._ddp._has_rebuilt_buckets = True
