@@ -688,6 +688,45 @@ def endless_sync_every() -> None:
     assert_equal_updates(optimizer.seen, [e + e for e in expected])
 
 
+class Trap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, armed):
+        ctx.armed = armed
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        if ctx.armed:
+            raise ZeroDivisionError
+        return g, None
+
+
+def failing_plain_backward(where: int, fails: list, sized: bool) -> None:
+    """The same in a `loss.backward()` of the user's own, once it has reached a parameter."""
+    rank = dist.get_rank()
+    for wrap in (lambda m: m, DDP):
+        model = small_model()
+        home = wrap(model)
+        optimizer = Recorder(model.parameters(), lr=0.0)
+        for attempt in range(4):
+            items = [micro_batch(rank, i) for i in range(2)]
+            try:
+                for micro, x in gradsync.sync_every(home, 2, items if sized else iter(items)):
+                    armed = rank == 1 and attempt in fails and micro.last
+                    y = model[0](Trap.apply(x.requires_grad_(), armed and where == 2))
+                    y = model[2](model[1](Trap.apply(y, armed and where == 0)))
+                    (y.square().mean() / 2).backward()
+                    if micro.last:
+                        optimizer.step()
+            except ZeroDivisionError:
+                pass
+            optimizer.zero_grad()
+        twin = small_model()
+        loss = sum(twin(micro_batch(r, i)).square().mean() for r in range(2) for i in range(2)) / 4
+        expected = [list(torch.autograd.grad(loss, list(twin.parameters())))]
+        assert_equal_updates(optimizer.seen[-2:], expected * 2)
+
+
 def failing_backward(where: int, fails: list) -> None:
     """A backward that fails at the boundary completes its collectives; the next window is right on every rank."""
     rank = dist.get_rank()
@@ -695,18 +734,6 @@ def failing_backward(where: int, fails: list) -> None:
         model = small_model()
         home = wrap(model)
         optimizer = Recorder(model.parameters(), lr=0.0)
-
-        class Trap(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x, armed):
-                ctx.armed = armed
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx, g):
-                if ctx.armed:
-                    raise ZeroDivisionError
-                return g, None
 
         @accumulating(steps=2)
         def step(model, optimizer, x, armed):

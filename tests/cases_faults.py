@@ -12,6 +12,7 @@ import pickle
 import signal
 import tempfile
 import time
+import warnings
 from datetime import timedelta
 
 TIMEOUT = 3.0  # seconds: the process group's
@@ -77,16 +78,19 @@ def _serve(rank: int, size: int, init: str, case: str, dying: int, args: tuple, 
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=timeout)
     scene = Scene(rank, dying)
     torch.optim.SGD(scene.model.parameters())  # the first one imports for a second
-    try:
-        globals()[case](scene, *args)
-        error = None
-    except Exception as raised:
-        error = raised
+    error = None
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            globals()[case](scene, *args)
+        except Exception as raised:
+            error = raised
     seconds = time.monotonic() - (scene.left or time.monotonic())
     pipe.send_bytes(
         pickle.dumps({
             "kind": type(error).__name__,
             "text": str(error),
+            "warned": [str(one.message) for one in warned],
             "cause": type(error.__cause__).__name__ if error is not None else None,
             "seconds": seconds,
             "gradients": sum(p.grad is not None for p in scene.model.parameters()),
@@ -237,13 +241,14 @@ def before_it_hears_that_the_others_have_run_out(scene: Scene) -> None:
         scene.call()
 
 
-def in_sync_every(scene: Scene) -> None:
+def in_sync_every(scene: Scene, plain: bool = False) -> None:
     import gradsync
 
     for micro, x in gradsync.sync_every(scene.model, 2, [scene.batch] * 8):
         if (micro.window, micro.index) == (2, 1):
             scene.die()
-        micro.backward(scene.model(x).square().mean())
+        loss = scene.model(x).square().mean()
+        loss.backward() if plain else micro.backward(loss)
         if micro.last:
             scene.optimizer.step()
             scene.optimizer.zero_grad()

@@ -127,6 +127,13 @@ def test_a_failing_boundary_completes_its_collectives(ranks, where, fails):
     ranks(2).run(CASES + "failing_backward", where, fails)
 
 
+@pytest.mark.parametrize("where", [0, 2])
+@pytest.mark.parametrize("fails", [[0], [1], [0, 1]])
+def test_a_boundary_of_the_users_own_that_fails(ranks, where, fails):
+    for sized in (True, False):
+        ranks(2).run(CASES + "failing_plain_backward", where, fails, sized)
+
+
 @pytest.mark.parametrize("bad", [[[0, 1]], [[1, 2]], [[0, 2], [1, 5]], [[0, 0], [0, 1], [0, 2]], [[1, 7]], [[0, 6], [0, 7]]])
 def test_skipped_micro_batches(ranks, bad):
     ranks(2).run(CASES + "skipping", bad)

@@ -90,6 +90,14 @@ def test_a_rank_that_is_killed_in_sync_every():
     check(seen, r"synchronising the gradients of window 2 of sync_every")
 
 
+def test_a_rank_that_is_killed_in_a_backward_of_the_users_own():
+    """What it raises is torch's, as nobody can come between the two; what was waited for is a warning."""
+    (saw,) = play("in_sync_every", 2, 1, True).values()
+    assert saw["kind"] == "RuntimeError" and is_lost(RuntimeError(saw["text"])) and saw["seconds"] < TIMEOUT + SLACK, saw
+    (text,) = saw["warned"]
+    assert re.search(r"take part in synchronising the gradients of window 2 of sync_every, but .* error that follows", text)
+
+
 def test_a_rank_that_is_killed_before_sync_gradients():
     check(play("in_sync_gradients", 2, 0), r"must take part in sync_gradients, but this one waited in vain")
 

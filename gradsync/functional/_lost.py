@@ -30,10 +30,15 @@ def is_lost(error: BaseException) -> bool:
 
 def lost(error: BaseException, what: str) -> GradSyncError:
     """The error to raise from `error`: every rank was needed for `what`."""
-    return GradSyncError(
-        f"Every rank must take part in {what}, but this one waited in vain: {_NOISE.sub('', str(error))}. A rank has "
-        "ended or hangs, or the way to it is cut; its own output says why. Start the job again from its last "
-        "checkpoint, as torchrun --max-restarts does by itself."
+    return GradSyncError(waited(what, _NOISE.sub("", str(error))))
+
+
+def waited(what: str, why: str = "the error that follows says how that ended") -> str:
+    """What to tell whoever waited for other ranks in vain."""
+    return (
+        f"Every rank must take part in {what}, but this one waited in vain: {why}. A rank has ended or hangs, or the "
+        "way to it is cut; its own output says why. Start the job again from its last checkpoint, as torchrun "
+        "--max-restarts does by itself."
     )
 
 

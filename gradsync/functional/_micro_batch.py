@@ -104,23 +104,50 @@ def _abort(armed: Sequence[Engine], riding: Table, once_more: Sequence[Engine], 
                 return  # each further wait could last for the group's time-out
 
 
-def join_running(
-    engines: Sequence[Engine], *, size: int, last: bool, differ: bool, table: Table, done: Callable[[Table], None]
-) -> None:
+class Joined:
     """The same in a backward that has begun already, from a loss that nobody knows here; `done(table)` as it ends."""
-    armed, once_more = _whom_to_arm(engines, size=size, last=last, differ=differ)
-    riding = table if last and not once_more else ()
-    sent = _send(engines, riding)
-    for engine in armed:
-        engine.arm(None)
 
-    def finish() -> None:
-        carried = [engine.settle(riding) for engine in armed]
-        done(reduce(engines, table) if once_more else _receive(sent, carried, riding))
+    __slots__ = ("_armed", "_done", "_once_more", "_riding", "_sent", "_table", "ended", "waits")
 
-    # Queued twice over: the reducer queues its own end when its last bucket leaves, and ours must come after that.
-    queue = Variable._execution_engine.queue_callback
-    queue(lambda: queue(finish))
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        size: int,
+        last: bool,
+        differ: bool,
+        table: Table,
+        done: Callable[[Table], None],
+    ) -> None:
+        self._armed, once_more = _whom_to_arm(engines, size=size, last=last, differ=differ)
+        self._once_more = engines if once_more else ()
+        self._table, self._riding = table, table if last and not once_more else ()
+        self._done = done
+        self.waits = False  # whether all of its gradients are there, and only other ranks can be missing
+        self.ended = False
+        self._sent = _send(engines, self._riding)
+        for engine in self._armed:
+            engine.arm(None)
+        # Twice over: the reducer queues its own end when its last bucket leaves, and ours must come after that.
+        Variable._execution_engine.queue_callback(self._arrived)
+
+    def abort(self) -> None:
+        """It has failed, or been left: complete the collectives that it began."""
+        if not self.ended:
+            self.ended = True
+            _abort(self._armed, self._riding, self._once_more, self._table)
+
+    def _arrived(self) -> None:
+        self.waits = True
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        carried = [engine.settle(self._riding) for engine in self._armed]
+        if self._once_more:
+            self._done(reduce(self._once_more, self._table))
+        else:
+            self._done(_receive(self._sent, carried, self._riding))
+        self.ended = True
 
 
 def _whom_to_arm(engines: Sequence[Engine], *, size: int, last: bool, differ: bool) -> tuple[Sequence[Engine], bool]:

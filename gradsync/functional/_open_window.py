@@ -11,7 +11,7 @@ from gradsync.functional._gradients import discard
 from gradsync.functional._leaf_hooks import weightless
 from gradsync.functional._loss import LossSum, check_loss
 from gradsync.functional._lost import is_lost
-from gradsync.functional._micro_batch import Hold, backward, exchange, join_running, reduce
+from gradsync.functional._micro_batch import Hold, Joined, backward, exchange, reduce
 from gradsync.functional._tally import Row, decode, encode, factor
 
 if TYPE_CHECKING:
@@ -199,12 +199,16 @@ class OpenWindow:
         notice: Notice | None = None,
         more: bool,
         done: Callable[[list[Row] | None], None],
-    ) -> None:
-        """A backward that is not ours has begun: synchronise in it, and call `done` at its end."""
+    ) -> Callable[[], bool]:
+        """A backward that is not ours has begun: synchronise in it, and call `done` at its end.
+
+        To be called when it is over, however it ended: what is returned, which completes the collectives if it has
+        failed, and says whether it did so in waiting for other ranks.
+        """
         self._check_trainable()
         self.num_micro_batches += weighs
         row = self._row(more=more)
-        join_running(
+        joined = Joined(
             self._active,
             size=self.size,
             last=last,
@@ -212,6 +216,16 @@ class OpenWindow:
             table=self._riding(row, notice) if last else (),
             done=lambda summed: done(self._told(summed, row, notice) if last else None),
         )
+
+        def over() -> bool:
+            if joined.ended or joined.waits:
+                return not joined.ended
+            joined.abort()
+            if last and notice is not None and self._passed(notice):
+                self.tell(row)  # the others wait for it
+            return False
+
+        return over
 
     def reduce(
         self, *, notice: Notice | None = None, more: bool = False, filled: bool = False, called: bool = True

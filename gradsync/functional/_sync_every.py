@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -12,7 +13,7 @@ from gradsync.functional._agreement import agree_on_kind, agree_on_model, insist
 from gradsync.functional._gradients import discard, normalise
 from gradsync.functional._leaf_hooks import LeafHooks, PlainBackward, weightless
 from gradsync.functional._loss import SUM, LossSum, kind_of
-from gradsync.functional._lost import WaitingFor, is_lost, lost
+from gradsync.functional._lost import WaitingFor, is_lost, lost, waited
 from gradsync.functional._micro_batch import named_range
 from gradsync.functional._no_sync import check_modules
 from gradsync.functional._notice import Notice, opening
@@ -22,7 +23,7 @@ from gradsync.functional._tally import Row
 from gradsync.functional._window import Steps, check_steps, window_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
     from torch import nn
@@ -83,6 +84,11 @@ def sync_every(
     return loop.endless() if iterable is None else loop.over(iterable)
 
 
+def _what(window: int) -> str:
+    """What ranks wait for each other with, in words."""
+    return f"synchronising the gradients of window {window} of sync_every"
+
+
 class _Loop:
     """One run of `sync_every`: its open window, and what the current micro-step has done so far."""
 
@@ -95,6 +101,7 @@ class _Loop:
         self._current: MicroStep | None = None
         self._done: MicroStep | None = None
         self._plain: PlainBackward | None = None
+        self._over: Callable[[], bool] | None = None  # to be called after the user's own backward
         self._hooks: list[LeafHooks] = []
         self._rows: Sequence[Row] | None = None
         self._openings: list[dict[str, Any]] = []  # what the ranks said as the loop began
@@ -162,7 +169,7 @@ class _Loop:
                 self._rows = self._window.backward(loss, last=step.last, notice=notice, more=self._more)
         except RuntimeError as error:
             if is_lost(error):
-                raise lost(error, f"synchronising the gradients of window {step.window} of sync_every") from error
+                raise lost(error, _what(step.window)) from error
             raise
         if step.last:
             factor = self._window.factor(self._rows)
@@ -175,7 +182,7 @@ class _Loop:
 
     def _place(self, step: MicroStep, value: T) -> Iterator[T]:
         """Hand out `value` with everything in place for `step`, and put everything back, however the turn ends."""
-        self._current, self._done = step, None
+        self._current, self._done, self._over = step, None, None
         watch = not self._explicit and (step.last or self._window.owes_first)
         self._plain = PlainBackward(self._window.leaves, self._join) if watch else None
         self._hooks = [weightless(self._window.leaves)] if step.replay else []
@@ -186,6 +193,9 @@ class _Loop:
             finally:
                 for hooks in self._hooks:
                     hooks.remove()
+                if self._over is not None and self._over():
+                    # The user's backward raised what torch says of it, and no iterator can change that.
+                    warnings.warn(waited(_what(step.window)), RuntimeWarning, stacklevel=3)
         if step.last and self._done is None and not (self._plain is not None and self._plain.began):
             raise GradSyncError(
                 f"The last micro-step of a window must run a backward, which synchronises the window, but that of "
@@ -196,7 +206,7 @@ class _Loop:
         """The user's own backward has begun on a micro-step that synchronises."""
         step = self._current
         assert step is not None, "the hooks that call this live as long as a step's turn"
-        self._window.join_running(
+        self._over = self._window.join_running(
             last=step.last,
             weighs=not step.replay,
             notice=self._word(None),
