@@ -122,7 +122,7 @@ class Accumulation:
             self.index += 1
             if last:
                 self._close(rows, flushing=feed is None)
-                self._share_ahead(feed)
+                self._begin_ahead(feed)
             else:
                 self._watch.remember(window.watchable)
                 self._stepped = False
@@ -282,7 +282,7 @@ class Accumulation:
         if carry and not any(row.filled for row in rows):
             window.put_back(held)
         self._close(rows, flushing=False)
-        self._share_ahead(feed)
+        self._begin_ahead(feed)
         return True
 
     def _finish_in_step(self, feed: Feed) -> bool:
@@ -353,15 +353,17 @@ class Accumulation:
         """Begin a window if none is open, with the buffers of rank `source`."""
         if self.index == 0:
             self._open()
-        self._peers.share_buffers(self._binding.window, source)
+        window = self._binding.window
+        self._peers.begin(window, window.size, source)
 
-    def _share_ahead(self, feed: Feed | None) -> None:
-        """Where a loop feeds several windows, make the buffers of the next one equal as one closes.
+    def _begin_ahead(self, feed: Feed | None) -> None:
+        """Where a loop feeds several windows, begin the next one with the other ranks as one closes.
 
         A rank that has run out takes part in whole windows in turn, and so each must communicate in one piece.
         """
         if feed is not None and len(feed.fed) > 1 and self.index == 0 and self._peers.any_more:
-            self._peers.share_buffers(self._binding.window, self._peers.next_source)
+            size = window_size(self._settings.steps, self._counts["window"])
+            self._peers.begin(self._binding.window, size, self._peers.next_source)
 
     def _open(self) -> None:
         window = self._binding.window
@@ -390,7 +392,7 @@ class Accumulation:
             self._peers.note(rows)
             if not any(row.called for row in rows):
                 self.discard()  # the data ended at a boundary: this is no window
-                self._peers.shared = False
+                self._peers.begun = False
                 return
         if self._resumed_scale is not None:
             check_scale(self._resumed_scale, self._binding.scaler, self.name)
@@ -411,7 +413,7 @@ class Accumulation:
             for parameter in self._binding.unowned:
                 parameter.grad = None
             _OPEN.discard(self)
-            self._peers.shared = False
+            self._peers.begun = False
             self.index = 0
             self._counts["window"] += 1
             self._counts["updates" if stepped else "skipped"] += 1
@@ -442,7 +444,7 @@ class Accumulation:
             **self._counts,
             "index": self.index,
             "size": window.size,
-            "shared": self._peers.shared,
+            "shared": self._peers.begun,
             "steps": steps if isinstance(steps, int) else None,
             "num_ranks": window.num_ranks,
             "parameters": {name: list(parameter.shape) for name, parameter in names.items()},
@@ -462,7 +464,7 @@ class Accumulation:
         self.begin_anew()
         window = self._binding.window
         self._counts.update({key: state[key] for key in self._counts})
-        self._peers.shared = state["shared"]
+        self._peers.begun = state["shared"]
         if state["index"]:
             self._open()
             window.load_state_dict(state["open"], self._binding.names())
@@ -474,4 +476,4 @@ class Accumulation:
         """Go back to before the first call."""
         self.reset()
         self._counts.update(dict.fromkeys(self._counts, 0))
-        self._peers.shared, self._losses, self._grad_norm = False, None, None
+        self._peers.begun, self._losses, self._grad_norm = False, None, None

@@ -41,7 +41,7 @@ class Peers:
         self._met: Feed | None = None  # the `.over` whose ranks have met
         self._last_source = 0  # the lowest rank with a micro-batch in the last window
         self._uneven = False  # whether ranks have differed in the `.over` that runs
-        self.shared = False  # whether the buffers of all ranks were made equal for the coming window
+        self.begun = False  # whether all ranks have begun the window that is open or comes next
 
     @property
     def any_more(self) -> bool:
@@ -142,13 +142,20 @@ class Peers:
         insist([{key: one[key] for key in words} for one in said])
         return next((rank for rank, one in enumerate(said) if one["open"]), None)
 
-    def share_buffers(self, window: OpenWindow, source: int) -> None:
-        """Once a window, however often this rank discards and begins it again: it is collective."""
-        if self.shared:
+    def begin(self, window: OpenWindow, size: int, source: int) -> None:
+        """Begin a window of `size` with the buffers of rank `source`, and make sure that all ranks have that size.
+
+        Once a window, however often this rank discards and begins it again: it is collective.
+        """
+        if self.begun:
             return
-        with WaitingFor(lambda: f"making the buffers equal for window {self._counts['window']} of {self._name}"):
+        number = self._counts["window"]
+        if callable(self._settings.steps):
+            with WaitingFor(lambda: f"comparing the steps of window {number} of {self._name}"):
+                window.agree_on_size(size, number)
+        with WaitingFor(lambda: f"making the buffers equal for window {number} of {self._name}"):
             window.share_buffers(source)
-        self.shared = True
+        self.begun = True
 
     def note(self, rows: Sequence[Row]) -> None:
         """A window has closed with these."""

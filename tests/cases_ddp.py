@@ -777,12 +777,12 @@ def skipping(bad: list) -> None:
         assert step.progress.dropped == sum(r == rank for r, _ in bad)
 
 
-def disagreement(what: str) -> str:
+def disagreement(what: str, iterator: bool = False) -> str:
     """What each rank is told."""
     rank = dist.get_rank()
     model = small_model() if what != "parameters" else nn.Linear(3, 2 + rank).double()
     optimizer = Recorder(model.parameters())
-    steps = 2 + rank if what == "steps" else 2
+    steps = {"steps": 2 + rank, "steps later": lambda window: 2 + rank * (window == 1)}.get(what, 2)
     tail = "drop" if what == "tail" and rank else "step"
 
     @accumulating(steps=steps, tail=tail)
@@ -800,6 +800,9 @@ def disagreement(what: str) -> str:
                 step(model, optimizer, micro_batch(rank, 3))
             step.flush()
             return "no error"
+        if what == "steps later" and iterator:
+            for micro, x in gradsync.sync_every(model, steps, [micro_batch(rank, i) for i in range(8)]):
+                micro.backward(mean_loss(model, x))
         for i in range(4):
             step(model, optimizer, micro_batch(rank, i))
     except gradsync.GradSyncError as error:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync._errors import GradSyncError
+from gradsync.functional._agreement import agreed
 from gradsync.functional._gradients import discard
 from gradsync.functional._leaf_hooks import weightless
 from gradsync.functional._loss import LossSum, check_loss
@@ -233,6 +234,12 @@ class OpenWindow:
         """Synchronise what is held, without a backward, with whatever the other ranks do on this window."""
         row = self._row(more=more, filled=filled, called=called)
         return self._told(reduce(self._active, self._riding(row, notice)), row, notice)
+
+    def agree_on_size(self, size: int, number: int) -> None:
+        """Raise on every rank if window `number` is not planned to have the same `size` on all. Collective."""
+        if self.num_ranks > 1:
+            sizes = exchange(self.engines, [float(size) * (rank == self.rank) for rank in range(self.num_ranks)])
+            agreed([(rank, int(one)) for rank, one in enumerate(sizes)], f"number of steps for window {number}")
 
     def share_buffers(self, source: int) -> None:
         """Make the buffers of all ranks those of rank `source`. Collective where there are any."""

@@ -112,7 +112,7 @@ class _Loop:
         for number in count():
             size = window_size(self._steps, number)
             self._window.open(size)
-            self._share_buffers(number, 0)
+            self._begin_window(number, 0)
             for index in range(size):
                 step = MicroStep(index, number, size, index + 1 == size, replay=False, _loop=self)
                 yield from self._place(step, step)
@@ -131,7 +131,7 @@ class _Loop:
                 return
             size = window_size(self._steps, number)
             self._window.open(size)
-            self._share_buffers(number, source)
+            self._begin_window(number, source)
             for index in range(size):
                 replay = upcoming is None
                 if upcoming is not None:
@@ -226,7 +226,10 @@ class _Loop:
         self._in_step = self._window.forward_communicates and self._window.num_ranks > 1
         insist(meet(self._window.group, "the start of sync_every", {"steps": window_size(self._steps, 0)}))
 
-    def _share_buffers(self, number: int, source: int) -> None:
+    def _begin_window(self, number: int, source: int) -> None:
+        if callable(self._steps):
+            with WaitingFor(lambda: f"comparing the steps of window {number} of sync_every"):
+                self._window.agree_on_size(self._window.size, number)
         with WaitingFor(lambda: f"making the buffers equal for window {number} of sync_every"):
             self._window.share_buffers(source)
 
