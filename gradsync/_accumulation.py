@@ -114,7 +114,7 @@ class Accumulation:
                         self._peers.agree(window, loss)
                     rows, kept = self._backward(loss, feed, last=last, more=more, filled=filled)
                     returned = detach(returned, loss) if kept else None
-                elif window.forward_communicates:
+                elif window.forward_communicates and window.num_ranks > 1:
                     rows = self._replay(feed, last=last, filled=filled, called=True)
                 else:
                     rows = self._reduce(feed, more=more, filled=filled, called=True) if last else None
@@ -157,7 +157,10 @@ class Accumulation:
             returned = function(*args, **kwargs)
             loss = find_loss(returned)
         else:
-            began = ForwardWatch(self._binding.models if window.forward_communicates else ())
+            began = ForwardWatch(
+                self._binding.models if window.forward_communicates else (),
+                lambda: self._peers.first_forward(window, runs=True),
+            )
             try:
                 with began:
                     returned = function(*args, **kwargs)
@@ -169,6 +172,8 @@ class Accumulation:
                         f"the other ranks wait in the model's forward, but {type(error).__name__} came after that. "
                         "Check the data before the forward."
                     ) from error
+                if window.forward_communicates and window.num_ranks > 1:
+                    self._peers.first_forward(window, runs=False)
                 self._counts["dropped"] += 1
                 return None, None
         self._watch.check(self.name, window, is_open=self.index > 0)

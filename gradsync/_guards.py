@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from gradsync._errors import GradSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
@@ -94,8 +94,10 @@ class StepGuard:
 class ForwardWatch:
     """Context manager: true once a forward of one of these models, or of a module in them, has begun."""
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
+    def __init__(self, models: Iterable[nn.Module], begin: Callable[[], None]) -> None:
+        """`begin` is called as the first of them begins."""
         self._ids = {id(module) for model in models for module in model.modules()}
+        self._begin = begin
         self._began = False
 
     def __enter__(self) -> None:
@@ -110,7 +112,9 @@ class ForwardWatch:
         return self._began
 
     def _see(self, module: nn.Module, _: Any) -> None:
-        self._began |= id(module) in self._ids
+        if not self._began and id(module) in self._ids:
+            self._began = True
+            self._begin()
 
 
 def check_replays(can_replay: Sequence[bool], name: str) -> None:
@@ -120,6 +124,17 @@ def check_replays(can_replay: Sequence[bool], name: str) -> None:
         raise GradSyncError(
             f"Every rank needs at least one item in {name}.over where the engine's forward communicates, to repeat its "
             f"call with when it has run out, but rank {', '.join(cannot)} has none. Give each rank an item."
+        )
+
+
+def check_first(runs: Sequence[bool], name: str) -> None:
+    """Raise if a rank dropped the very first micro-batch, where it would have to repeat one that it ran."""
+    cannot = [str(rank) for rank, one in enumerate(runs) if not one]
+    if cannot:
+        raise GradSyncError(
+            f"The first micro-batch of {name} must be a good one on every rank where the engine's forward "
+            f"communicates, to be repeated in place of those that `skip` drops, but rank {', '.join(cannot)} dropped "
+            "it. Look for a good one before the loop begins."
         )
 
 

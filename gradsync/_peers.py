@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync._guards import check_replays, check_sure, check_sync_batchnorm
+from gradsync._guards import check_first, check_replays, check_sure, check_sync_batchnorm
 from gradsync.functional._agreement import agree_on_kind, insist, meet, meet_with_data
 from gradsync.functional._loss import SUM, kind_of
 from gradsync.functional._lost import WaitingFor
@@ -34,6 +34,7 @@ class Peers:
         self._settings = settings
         self._counts = counts
         self._agreed = False
+        self._forward_met = False
         self._sums = False  # whether the losses are sums, as agreed
         self._openings: list[dict[str, Any]] = []  # what the ranks said as the `.over` that runs began
         self._notice: Notice | None = None
@@ -100,6 +101,13 @@ class Peers:
         self._openings, self._notice = said, None
         self._may_have_more = [one["more"] for one in said]
         self._uneven = len(set(self._may_have_more)) > 1
+
+    def first_forward(self, window: OpenWindow, *, runs: bool) -> None:
+        """Where forwards communicate and may be dropped: hear, before the first, whether every rank runs it."""
+        if not self._forward_met:
+            self._forward_met = True
+            said = meet(window.group, f"the first forward of {self._name}", {"runs": runs})
+            check_first([one["runs"] for one in said], self._name)
 
     def in_step(self, window: OpenWindow, *, real: bool, more: bool) -> tuple[bool, bool]:
         """Whether nobody has more, and whether anybody runs one: where forwards communicate, on each micro-batch."""

@@ -420,6 +420,17 @@ def uneven_skip(home: Home) -> None:
     same(run.states, reference(home, [[one for one in window if one not in bad] for window in cut(lengths, 3)]))
 
 
+def uneven_skip_first(home: Home) -> None:
+    """The very first micro-batch of one rank is dropped."""
+    run = Uneven(home, skip=KeyError)
+    run.broken = {0} if home.rank == home.size - 1 else set()
+    for index in run.step.over(range(5)):
+        run._left = 1
+        run.step(home.model, run.optimizer, index)
+    bad = (home.size - 1, 0)
+    same(run.states, reference(home, [[one for one in window if one != bad] for window in cut([5] * home.size, 3)]))
+
+
 def uneven_over_from_nothing(home: Home) -> None:
     """A rank that never had an item, at first: models and optimizers are named."""
     epochs = [[0, 4, 1, 2], [3, 1, 0, 0]]
@@ -468,7 +479,7 @@ SCENARIOS = {
         exception_in_a_held_backward, exception_in_the_forward, iterator,
         a_parameter_that_nobody_used, a_parameter_used_only_early, iterator_plain_backward, no_sync_then_sync_gradients, no_sync_then_backward,
         uneven_over, uneven_over_of_unknown_length, uneven_over_that_passes_over_items, uneven_loss_sum, uneven_amp,
-        uneven_tail_drop, uneven_tail_carry, uneven_skip, uneven_over_from_nothing, uneven_iterator,
+        uneven_tail_drop, uneven_tail_carry, uneven_skip, uneven_skip_first, uneven_over_from_nothing, uneven_iterator,
         uneven_iterator_plain_backward, uneven_iterator_from_nothing,
     )
 }  # fmt: skip
