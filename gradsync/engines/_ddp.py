@@ -118,8 +118,7 @@ class DDPEngine(Engine):
 
     def restore(self, found: tuple[bool, bool, Any]) -> None:
         state = vars(self._ddp)
-        if self._ddp.find_unused_parameters and state["_gradsync_held"]:
-            state.setdefault("_gradsync_used", set()).update(id(p) for p in self._reduced if p.grad is not None)
+        self._note_used()
         state["require_backward_grad_sync"], state["require_forward_param_sync"], forward = found
         if forward is not None:
             state["forward"] = forward
@@ -194,6 +193,10 @@ class DDPEngine(Engine):
         self._rebuild_buckets()
         return None
 
+    def discard(self) -> None:
+        self._note_used()
+        super().discard()
+
     # -- the reducer ----------------------------------------------------------------------------------------------
 
     @property
@@ -224,6 +227,12 @@ class DDPEngine(Engine):
     def _searched(self) -> bool:
         """Whether parameters may go unused: DDP looks for those."""
         return self._ddp.find_unused_parameters or self._ddp.static_graph
+
+    def _note_used(self) -> None:
+        """Take note of what held backwards have used so far, where somebody may drop it."""
+        state = vars(self._ddp)
+        if self._ddp.find_unused_parameters and state.get("_gradsync_held"):
+            state.setdefault("_gradsync_used", set()).update(id(p) for p in self._reduced if p.grad is not None)
 
     def _define_stale(self) -> None:
         """Zeros for the parameters whose gradients somebody has dropped since held backwards made them.
