@@ -129,5 +129,6 @@ class Binding:
             Bystanders([p for model in watching for p in model.parameters()], find(watching)),
             shards=self._settings.sync == "shard",
             tell_after=bool(self._settings.skip),
+            tell_size=callable(self._settings.steps),
         )
         self.model_refs = tuple(weakref.ref(model) for model in cast.models)

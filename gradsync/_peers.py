@@ -139,7 +139,7 @@ class Peers:
     def notice(self, window: OpenWindow) -> Notice | None:
         """In the `.over` that runs, after `agree`: of windows that are not as planned on every rank."""
         if self._notice is None and window.num_ranks > 1:
-            always = self._sums or window.forward_communicates or self._settings.skip
+            always = self._sums or window.forward_communicates or self._settings.skip or window.tells_size
             self._notice = Notice() if always else Notice(window.group, self._openings, f"{self._name}.over")
         return self._notice
 
@@ -151,16 +151,16 @@ class Peers:
         return next((rank for rank, one in enumerate(said) if one["open"]), None)
 
     def begin(self, window: OpenWindow, size: int, source: int) -> None:
-        """Begin a window of `size` with the buffers of rank `source`, and make sure that all ranks have that size.
+        """Begin a window of `size` with the buffers of rank `source`.
 
         Once a window, however often this rank discards and begins it again: it is collective.
         """
         if self.begun:
             return
         number = self._counts["window"]
-        if callable(self._settings.steps):
+        if callable(self._settings.steps) and window.forward_communicates:
             with WaitingFor(lambda: f"comparing the steps of window {number} of {self._name}"):
-                window.agree_on_size(size, number)
+                window.agree_on_size(size)
         with WaitingFor(lambda: f"making the buffers equal for window {number} of {self._name}"):
             window.share_buffers(source)
         self.begun = True

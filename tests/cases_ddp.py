@@ -803,7 +803,7 @@ def disagreement(what: str, iterator: bool = False) -> str:
         if what == "steps later" and iterator:
             for micro, x in gradsync.sync_every(model, steps, [micro_batch(rank, i) for i in range(8)]):
                 micro.backward(mean_loss(model, x))
-        for i in range(4):
+        for i in range(6):
             step(model, optimizer, micro_batch(rank, i))
     except gradsync.GradSyncError as error:
         return str(error)

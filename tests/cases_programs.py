@@ -19,7 +19,8 @@ WRAPS = {
     "ddp": {},
     "find_unused": {"find_unused_parameters": True},
     "views": {"gradient_as_bucket_view": True},
-    "static": {"static_graph": True},
+    "small": {"bucket_cap_mb": 1e-5},
+    "hook": {},
 }
 
 
@@ -40,14 +41,26 @@ def play(program: dict, scripts: list, refusals: list) -> list:
         return seen
 
 
+def wrap(net: torch.nn.Module, how: str) -> torch.nn.Module:
+    if WRAPS[how] is None:
+        return net
+    home = DDP(net, **WRAPS[how])
+    if how == "hook":
+        home.register_comm_hook(None, average)
+    return home
+
+
+def average(_, bucket):
+    """A communication hook that does what DDP does without one."""
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
 class Player:
     def __init__(self, program: dict) -> None:
         self.program = program
         self.nets = [Net(100 + i, m["unused"], m["buffers"]) for i, m in enumerate(program["models"])]
-        self.homes = [
-            net if WRAPS[m["wrap"]] is None else DDP(net, **WRAPS[m["wrap"]])
-            for net, m in zip(self.nets, program["models"], strict=True)
-        ]
+        self.homes = [wrap(net, m["wrap"]) for net, m in zip(self.nets, program["models"], strict=True)]
         self.lane_nets = [[self.nets[m] for m in lane["models"]] for lane in program["lanes"]]
         self.optimizers = [
             Recorder([p for net in nets for p in net.parameters()], LEARNING_RATE, momentum=lane["momentum"])

@@ -148,7 +148,7 @@ def test_a_skipped_type_out_of_a_backward_drops_the_window_everywhere(ranks, bad
     ("what", "words"),
     [
         ("steps", ["same steps", "rank 0 has 2", "rank 1 has 3"]),
-        ("steps later", ["same number of steps for window 1", "rank 0 has 2", "rank 1 has 3"]),
+        ("steps later", ["same number of steps in a window", "rank 0 has 2", "rank 1 has 3"]),
         ("tail", ["same tail", "rank 0 has step", "rank 1 has drop"]),
         ("loss", ["same kind of loss", "rank 0 has a mean", "rank 1 has a LossSum"]),
         ("parameters", ["same trainable parameters", "rank 0 has 2 of 8", "rank 1 has 2 of 12"]),

@@ -85,7 +85,7 @@ OFTEN += ["sync", "load", "load", "calls", "over", "cross"]
 def programs(draw) -> dict:
     """Models on lanes (an optimizer each), functions on lanes, and what is done with them."""
     ranks = draw(st.sampled_from([1, 2, 2, 2, 3, 3]))
-    wraps = ["bare", "bare", "ddp", "find_unused", "views"]
+    wraps = ["bare", "bare", "ddp", "find_unused", "views", "small", "hook"]
     models = []
     for _ in range(draw(st.integers(1, 3))):
         wrap = draw(st.sampled_from(wraps))

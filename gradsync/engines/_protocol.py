@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 # A few numbers a rank, flattened. Each rank fills its own and leaves zeros elsewhere, so that a plain sum over the
 # ranks gives everybody the whole table.
 Table = Sequence[float]
-TABLE_WIDTH = 6  # numbers a rank, whole and small enough to be exact in float32
+TABLE_WIDTH = 7  # numbers a rank, whole and small enough to be exact in float32
 
 if TYPE_CHECKING:
     import torch

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._agreement import agreed
 from gradsync.functional._gradients import discard
 from gradsync.functional._leaf_hooks import weightless
 from gradsync.functional._loss import LossSum, check_loss
 from gradsync.functional._lost import is_lost
 from gradsync.functional._micro_batch import Hold, Joined, backward, exchange, reduce
-from gradsync.functional._tally import Row, decode, encode, factor
+from gradsync.functional._tally import Row, agree_on_sizes, decode, encode, factor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +48,7 @@ class OpenWindow:
         "rank",
         "size",
         "spread",
+        "tells_size",
         "twins",
         "void",
         "watchable",
@@ -62,10 +62,12 @@ class OpenWindow:
         *,
         shards: bool = False,
         tell_after: bool = False,
+        tell_size: bool = False,
     ) -> None:
         self.engines = engines
         self.parameters = parameters
         self.void = False  # whether a backward failed in it
+        self.tells_size = tell_size  # with each synchronisation, because the planned size may differ between ranks
         self._tell_after = tell_after  # not along with the gradients: a backward that fails must be told of too
         self.group = engines[0].group if engines else None
         self.num_ranks = self.group.size() if self.group else 1
@@ -131,7 +133,7 @@ class OpenWindow:
                 size=self.size,
                 last=last,
                 early=early,
-                differ=bool(table) or notice is not None or self._tell_after,
+                differ=self.count is not None or notice is not None or self._tell_after,
                 table=table,
             )
         except BaseException as error:
@@ -235,11 +237,14 @@ class OpenWindow:
         row = self._row(more=more, filled=filled, called=called)
         return self._told(reduce(self._active, self._riding(row, notice)), row, notice)
 
-    def agree_on_size(self, size: int, number: int) -> None:
-        """Raise on every rank if window `number` is not planned to have the same `size` on all. Collective."""
+    def agree_on_size(self, size: int) -> None:
+        """Raise on every rank if the coming window is not planned to have this `size` on all. Collective.
+
+        For engines whose forward communicates: on others `factor` finds it soon enough.
+        """
         if self.num_ranks > 1:
             sizes = exchange(self.engines, [float(size) * (rank == self.rank) for rank in range(self.num_ranks)])
-            agreed([(rank, int(one)) for rank, one in enumerate(sizes)], f"number of steps for window {number}")
+            agree_on_sizes(list(map(int, sizes)))
 
     def share_buffers(self, source: int) -> None:
         """Make the buffers of all ranks those of rank `source`. Collective where there are any."""
@@ -336,7 +341,7 @@ class OpenWindow:
         if self.num_ranks == 1 or self._tell_after:
             return ()
         if notice is None:
-            return () if row.count is None else self._table(row)
+            return self._table(row) if row.count is not None or self.tells_size else ()
         notice.announce(row, self.size)
         return self._table(row) if notice.rides else ()
 
@@ -358,7 +363,7 @@ class OpenWindow:
 
     def _row(self, *, more: bool, filled: bool = False, called: bool = True) -> Row:
         count = None if self.count is None else float(self.count)
-        return Row(self.num_micro_batches, count, more=more, filled=filled, called=called, void=self.void)
+        return Row(self.num_micro_batches, count, more, filled, self.void, called, self.size)
 
     def _table(self, row: Row) -> list[float]:
         return encode(row, self.rank, self.num_ranks)

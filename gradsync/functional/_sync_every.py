@@ -222,14 +222,15 @@ class _Loop:
     def _begin(self) -> None:
         rest(self._models)
         engines = attach(self._models, agree_on_model)
-        self._window = OpenWindow(engines, list(dict.fromkeys(p for model in self._models for p in model.parameters())))
+        parameters = list(dict.fromkeys(p for model in self._models for p in model.parameters()))
+        self._window = OpenWindow(engines, parameters, tell_size=callable(self._steps))
         self._in_step = self._window.forward_communicates and self._window.num_ranks > 1
         insist(meet(self._window.group, "the start of sync_every", {"steps": window_size(self._steps, 0)}))
 
     def _begin_window(self, number: int, source: int) -> None:
-        if callable(self._steps):
+        if callable(self._steps) and self._in_step:
             with WaitingFor(lambda: f"comparing the steps of window {number} of sync_every"):
-                self._window.agree_on_size(self._window.size, number)
+                self._window.agree_on_size(self._window.size)
         with WaitingFor(lambda: f"making the buffers equal for window {number} of sync_every"):
             self._window.share_buffers(source)
 
@@ -257,7 +258,8 @@ class _Loop:
         """How ranks hear of what is not as planned; made at the first synchronisation, as the kind of loss shows."""
         if self._notice is None and self._finite and self._window.num_ranks > 1:
             topic = "the first synchronisation of sync_every"
-            always = self._in_step or agree_on_kind(self._window.group, topic, kind_of(loss)) == SUM
+            kind = agree_on_kind(self._window.group, topic, kind_of(loss))
+            always = self._in_step or self._window.tells_size or kind == SUM
             self._notice = Notice() if always else Notice(self._window.group, self._openings, "sync_every")
         return self._notice
 

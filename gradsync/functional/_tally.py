@@ -1,6 +1,6 @@
 """What each rank brings to a window, and the table of all of them.
 
-A row is written as six small whole numbers, below 2**20 and so exact in any float that gradients come in, summed and
+A row is written as seven small whole numbers, below 2**20 and so exact in any float that gradients come in, summed and
 averaged. That is why a table can travel inside the gradients' own collective.
 """
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import TABLE_WIDTH
+from gradsync.functional._agreement import agreed
 from gradsync.functional._window import correction
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Row:
     filled: bool = False  # whether it had its full share of calls, dropped ones included
     void: bool = False  # whether a backward failed, so that all ranks must drop the window
     called: bool = True  # whether it had any call, dropped ones included
+    size: int = 0  # how many micro-batches it was planned to have on this rank, where that is told
 
 
 def encode(row: Row, rank: int, num_ranks: int) -> list[float]:
@@ -44,7 +46,7 @@ def encode(row: Row, rank: int, num_ranks: int) -> list[float]:
         fraction -= int(fraction)
     table[TABLE_WIDTH * rank : TABLE_WIDTH * (rank + 1)] = [
         row.num_micro_batches, row.more + 2 * row.filled + 4 * row.void + 8 * row.called,
-        exponent, *chunks,
+        exponent, *chunks, row.size,
     ]  # fmt: skip
     return table
 
@@ -53,21 +55,27 @@ def decode(table: Sequence[float]) -> list[Row]:
     """All ranks' rows.
 
     >>> decode(encode(Row(4, 0.1, more=True), rank=0, num_ranks=1))
-    [Row(num_micro_batches=4, count=0.1, more=True, filled=False, void=False, called=True)]
+    [Row(num_micro_batches=4, count=0.1, more=True, filled=False, void=False, called=True, size=0)]
     """
     rows = []
     for start in range(0, len(table), TABLE_WIDTH):
-        num, flags, exponent, *chunks = table[start : start + TABLE_WIDTH]
+        num, flags, exponent, *chunks, size = table[start : start + TABLE_WIDTH]
         fraction = sum(chunk / _CHUNK**place for place, chunk in enumerate(chunks, start=1))
         count = None if exponent == _NO_COUNT else math.ldexp(fraction, int(exponent))
         said = int(flags)
         flag = {name: bool(said & bit) for name, bit in (("more", 1), ("filled", 2), ("void", 4), ("called", 8))}
-        rows.append(Row(int(num), count, **flag))
+        rows.append(Row(int(num), count, **flag, size=int(size)))
     return rows
+
+
+def agree_on_sizes(sizes: Sequence[int]) -> None:
+    """Raise if the ranks, in their order, planned a window with different numbers of micro-batches."""
+    agreed(list(enumerate(sizes)), "number of steps in a window")
 
 
 def factor(rows: Sequence[Row], planned: int) -> float | None:
     """What to multiply the engine's average by; None if the window holds nothing to average, and makes no update."""
+    agree_on_sizes([row.size for row in rows])
     came = [(rank, row) for rank, row in enumerate(rows) if row.num_micro_batches]
     if any(row.void for row in rows):
         return None
