@@ -124,7 +124,7 @@ class _Controls:
         return kind(iterable, self._windows, self._instance)
 
     def flush(self) -> None:
-        self._windows.flush(self._key)
+        self._windows.flush(self._instance)
 
     def reset(self) -> None:
         self._windows.reset(self._key)

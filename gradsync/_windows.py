@@ -77,19 +77,25 @@ class Windows:
 
         On other ranks it may go on, and they need this one in their synchronisations.
         """
+        return sorted(
+            self._taking_part(instance, f"the data of {self._name}.over"), key=lambda one: not one.is_fed_by(feed)
+        )
+
+    def flush(self, instance: object) -> None:
+        """Close what is open."""
+        for accumulation in self._taking_part(instance, f"flush of {self._name}"):
+            accumulation.flush()
+
+    def _taking_part(self, instance: object, topic: str) -> list[Accumulation]:
+        """The windows that take part in `topic`, where other ranks may need them although no call has made one here."""
         key = None if instance is None else id(instance)
         casting = self._settings.casting
         if not self._all(key) and casting.known():
             self._find(instance, key, casting.participants((), {}))
-        accumulations = self._all(key)
-        if not accumulations:
-            nothing_here(self._name)
-        return sorted(accumulations, key=lambda accumulation: not accumulation.is_fed_by(feed))
-
-    def flush(self, key: Key) -> None:
-        """Close what is open."""
-        for accumulation in self._all(key):
-            accumulation.flush()
+        found = self._all(key)
+        if not found:
+            nothing_here(topic)
+        return found
 
     def reset(self, key: Key) -> None:
         """Discard what is open."""

@@ -810,15 +810,32 @@ def disagreement(what: str, iterator: bool = False) -> str:
     return "no error"
 
 
-def empty_rank_unknown(everywhere: bool) -> str:
+def flushing_an_empty_rank(wrap: str) -> None:
+    """A rank that never called the function takes part in its flush, where models and optimizer are named."""
+    rank = dist.get_rank()
+    model = small_model()
+    home = model if wrap == "bare" else DDP(model)
+    optimizer = Recorder(model.parameters())
+    step = accumulating(steps=4, model=home, optimizer=optimizer)(lambda x: mean_loss(home, x))
+    for i in range(0 if rank else 3):
+        step(micro_batch(rank, i))
+    step.flush()
+    expected, _ = train(small_model(), [[(0, 0), (0, 1), (0, 2)]], window_mean)
+    assert_equal_updates(optimizer.seen, expected)
+
+
+def empty_rank_unknown(everywhere: bool, flush: bool) -> str:
     """A rank without items whose models nobody named."""
     rank = dist.get_rank()
     model = small_model()
     optimizer = Recorder(model.parameters())
     step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
     try:
-        for x in step.over([] if everywhere or rank == 1 else [micro_batch(rank, 0)]):
+        items = [] if everywhere or rank == 1 else [micro_batch(rank, 0)]
+        for x in items if flush else step.over(items):
             step(model, optimizer, x)
+        if flush:
+            step.flush()
     except gradsync.GradSyncError as error:
         return str(error)
     return "no error"

@@ -163,6 +163,12 @@ def test_disagreement_is_told_on_every_rank(ranks, what, words):
 
 
 def test_a_rank_without_items_and_without_models_is_named_everywhere(ranks):
-    for text in ranks(2).run(CASES + "empty_rank_unknown", False):
-        assert "rank 1 had none" in text and "model=..." in text, text
-    assert ranks(2).run(CASES + "empty_rank_unknown", True) == ["no error"] * 2
+    for flush in (False, True):
+        for text in ranks(2).run(CASES + "empty_rank_unknown", False, flush):
+            assert "rank 1 had none" in text and "model=..." in text, text
+        assert ranks(2).run(CASES + "empty_rank_unknown", True, flush) == ["no error"] * 2
+
+
+@pytest.mark.parametrize("wrap", ["bare", "ddp"])
+def test_a_rank_that_flushes_before_any_call(ranks, wrap):
+    ranks(2).run(CASES + "flushing_an_empty_rank", wrap)

@@ -101,8 +101,8 @@ def agree_on_model(model: nn.Module, covered: Collection[int] = ()) -> None:
     insist(meet(dist.group.WORLD, f"the first use of a {type(model).__name__}", words))
 
 
-def nothing_here(name: str) -> None:
-    """This rank's data was empty and its models are unknown: fine if that is so on every rank, else an error on all.
+def nothing_here(topic: str) -> None:
+    """This rank has run no call yet and knows no models: fine if that is so on every rank, else an error on all.
 
     It is said in the default group's store, where ranks that wait for this one in `meet` look.
     """
@@ -110,8 +110,8 @@ def nothing_here(name: str) -> None:
         return
     group = dist.group.WORLD
     assert group is not None, "initialised"
-    if not at_the_store(group, f"the data of {name}.over", lambda: _everybody_is_empty(group)):
-        raise GradSyncError(_EMPTY.format(where=f"in {name}.over", ranks=group.rank()))
+    if not at_the_store(group, topic, lambda: _everybody_is_empty(group)):
+        raise GradSyncError(_EMPTY.format(where=f"when it came to {topic}", ranks=group.rank()))
 
 
 _EMPTY = (
@@ -187,7 +187,7 @@ def _refuse_empty(group: dist.ProcessGroup, missing: Sequence[int], topic: str) 
     empty = [rank for rank in missing if store.add(f"gradsync/empty/{rank}", 0) > before]
     if empty:
         for rank in empty:
-            store.add(f"gradsync/needed/{rank}", before + 1)
+            store.set(f"gradsync/needed/{rank}", str(before + 1))
         store.add(f"gradsync/empty/{world.rank()}", 1)  # so that the ranks' counts stay equal, should they go on
         raise GradSyncError(_EMPTY.format(where=f"when this one came to {topic}", ranks=", ".join(map(str, empty))))
 
