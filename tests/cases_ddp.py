@@ -320,6 +320,28 @@ def dropped_by_the_user() -> None:
     assert_equal_updates(optimizer.seen, expected)
 
 
+def dropped_by_a_backward() -> None:
+    """The same for a held backward that fails half-way with a type in `skip`, and a tail that then closes."""
+    ranks, rank = range(dist.get_world_size()), dist.get_rank()
+    model = small_model(unused=True)
+    home = DDP(model, find_unused_parameters=True)
+    optimizer = Recorder(model.parameters())
+
+    @accumulating(steps=2, skip=ZeroDivisionError)
+    def step(home, optimizer, number):
+        x = micro_batch(rank, number).requires_grad_()
+        if number == 0:
+            x.register_hook(lambda _: 1 / 0)  # after the last parameter
+        return mean_loss(home, x)
+
+    for numbers in ([0], [1, 2]):
+        for number in step.over(numbers):
+            step(home, optimizer, number)
+    expected, _ = train(small_model(unused=True), [[(r, i) for r in ranks for i in (1, 2)]], window_mean)
+    assert_equal_updates(optimizer.seen, expected)
+    assert step.progress.dropped == step.progress.skipped == 1
+
+
 def flush_scenario(name: str) -> None:
     """flush() with the user's communication hook, and after a static graph's first window."""
     rank = dist.get_rank()
@@ -408,6 +430,15 @@ def collectives() -> None:
             if len(mine) == 8:
                 expected[7:] = [expected[8]]
             assert counts == expected[: len(mine)], counts
+        # Known is what is held, and what is left from the first call on.
+        step(home, optimizer, items[0])
+        counts = []
+        for i, x in enumerate(step.over(items[: 6 - rank])):
+            before = num_collectives()
+            if i:
+                step(home, optimizer, x)
+            counts.append(num_collectives() - before)
+        assert counts == [0, 0, once, 0, 0, once][: 6 - rank - 1] + [once], counts
         for data, told in ((items, 0), (iter(items), 1)):
             counts = []
             for micro, x in gradsync.sync_every(home, 3, data):

@@ -51,6 +51,7 @@ def test_ddps_own_forward_runs_where_it_adds_something(ranks, wrap, forwards):
 @pytest.mark.parametrize("size", [1, 2])
 def test_gradients_that_the_user_drops(ranks, size):
     ranks(size).run(CASES + "dropped_by_the_user")
+    ranks(size).run(CASES + "dropped_by_a_backward")
 
 
 def test_one_rank_on_ddp(ranks):
