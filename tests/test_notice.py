@@ -76,6 +76,7 @@ with gradsync.process_group() as world:
         train_step(model, optimizer, x)
     listening = [thread for thread in threading.enumerate() if thread.name == "gradsync: listener"]
     assert len(listening) == 1
+assert not listening[0].is_alive()
 print(train_step.progress.updates)
 """
 

@@ -105,8 +105,11 @@ def _say_goodbye(store: Any, inbox: str) -> None:
 
 
 @atexit.register
-def _dismiss_all() -> None:
-    """A thread that comes back from the store as the interpreter ends takes the process down with it."""
+def dismiss_all() -> None:
+    """Before the store goes, which torch complains of aloud; and before the interpreter ends.
+
+    A thread that comes back from the store later than that takes the process down with it.
+    """
     living: Sequence[Listener] = list(_LISTENERS.values())
     for one in living:
         one.dismiss()
