@@ -105,7 +105,7 @@ def _abort(armed: Sequence[Engine], riding: Table, once_more: Sequence[Engine], 
 
 
 class Joined:
-    """What `backward` does, in one that has begun already from a loss that nobody knows here; `done(table)` at its end."""
+    """What `backward` does, in one that has begun already from an unknown loss; `done(table)` at its end."""
 
     __slots__ = ("_armed", "_done", "_once_more", "_riding", "_sent", "_table", "ended", "waits")
 
