@@ -142,9 +142,9 @@ class Accumulation:
         if self._fed is not feed:
             if window.num_ranks > 1:
                 self._meet(feed, has_item=True)
-            feed.fed.add(id(self))
+            feed.fed[id(self)] = window.forward_communicates
             self._fed = feed
-        if window.forward_communicates and window.num_ranks > 1:
+        if window.num_ranks > 1 and feed.in_step:
             ending, _ = self._peers.in_step(window, real=True, more=more)
         return ending and self._settings.tail != "carry", more
 
@@ -265,7 +265,7 @@ class Accumulation:
                 return False
             self._meet(feed, has_item=False)
             with WaitingFor(peers.what):
-                finish = self._finish_in_step if window.forward_communicates else self._finish_window
+                finish = self._finish_in_step if window.forward_communicates or feed.in_step else self._finish_window
                 goes_on = finish(feed)
             if not goes_on:
                 peers.end(window)
@@ -291,8 +291,9 @@ class Accumulation:
         return True
 
     def _finish_in_step(self, feed: Feed) -> bool:
-        """Where forwards communicate: repeat the last call, as often as another rank runs one."""
+        """Where ranks go in step: take part in each call of another rank, by the last one if forwards communicate."""
         window, carry = self._binding.window, self._settings.tail == "carry"
+        rows: Sequence[Row] | None
         nobody_left, anybody = self._peers.in_step(window, real=False, more=False)
         if not anybody:
             if self.index and not carry:
@@ -304,10 +305,13 @@ class Accumulation:
         filled = self.index + 1 >= window.size
         last = filled or (nobody_left and not carry)
         with window.hold, named_range("gradsync.sync" if last else "gradsync.hold"):
-            replayed = self._replay(feed, last=last, filled=filled, called=self.index > 0)
+            if window.forward_communicates:
+                rows = self._replay(feed, last=last, filled=filled, called=self.index > 0)
+            else:
+                rows = self._reduce(feed, called=self.index > 0) if last else None
         self.index += 1
         if last:
-            self._close(replayed, flushing=False)
+            self._close(rows, flushing=False)
         else:
             self._watch.remember(window.watchable)
         return True
@@ -366,7 +370,9 @@ class Accumulation:
 
         A rank that has run out takes part in whole windows in turn, and so each must communicate in one piece.
         """
-        if feed is not None and len(feed.fed) > 1 and self.index == 0 and self._peers.any_more:
+        if feed is None or feed.in_step:
+            return
+        if len(feed.fed) > 1 and self.index == 0 and self._peers.any_more:
             size = window_size(self._settings.steps, self._counts["window"])
             self._peers.begin(self._binding.window, size, self._peers.next_source)
 

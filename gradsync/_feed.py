@@ -12,9 +12,11 @@ class Feed:
 
     __slots__ = ("_calls", "_most_calls", "_num_before", "fed", "last", "num_items", "turn", "unsure")
 
-    def __init__(self, num_items: int | None, fed: set[int]) -> None:
+    def __init__(self, num_items: int | None, fed: dict[int, bool]) -> None:
         self.num_items = num_items  # None where that is not known before the end
-        self.fed = fed  # whose calls the loop has made so far, those of the `.over`s nested with this one too, by id
+        # Whose calls the loop has made so far, those of the `.over`s nested with this one too, by id; and whether their
+        # forward communicates.
+        self.fed = fed
         self.unsure = False  # whether it ended without a call, and which ones other ranks make is not known
         self.last = False
         self.turn = next(_TURNS)  # of its function's first call among all; before that, of its own beginning
@@ -40,6 +42,11 @@ class Feed:
         self._calls += 1
         self._most_calls = max(self._most_calls, self._calls)
         return ending, not once
+
+    @property
+    def in_step(self) -> bool:
+        """Whether ranks take each item together, for a forward that communicates: then all of the loop's windows do."""
+        return any(self.fed.values())
 
     @property
     def num_left(self) -> int | None:

@@ -59,7 +59,7 @@ class Windows:
         return accumulation.micro_batch(function, args, kwargs, self._feeds.get(key) if self._feeds else None)
 
     @contextmanager
-    def fed(self, instance: object, num_items: int | None, fed: set[int]) -> Iterator[Feed]:
+    def fed(self, instance: object, num_items: int | None, fed: dict[int, bool]) -> Iterator[Feed]:
         """A feed that the calls of the loop inside know of."""
         key = None if instance is None else id(instance)
         feed, outer = Feed(num_items, fed), self._feeds.get(key)
@@ -228,7 +228,7 @@ def _keeping_buffers(models: Iterable[nn.Module]) -> Iterator[None]:
 
 def over(iterable: Iterable[T], decorated: Sequence[tuple[Windows, object]]) -> Iterator[T]:
     """The items of `iterable`; the calls of the `decorated` functions in between know which one is the last."""
-    called: set[int] = set()
+    called: dict[int, bool] = {}
     with ExitStack() as stack:
         feeds = [stack.enter_context(one.fed(instance, length(iterable), called)) for one, instance in decorated]
         for item, last in lookahead(iterable):

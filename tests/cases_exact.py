@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
@@ -96,6 +98,34 @@ def uneven(lengths: list[int], steps, mode: str, wrap: str, kind: str = "mean") 
 
     expected, _ = train(small_model(unused=wrap in {"bare", "find_unused"}), cut(lengths, steps), whole)
     assert_equal_updates(optimizer.seen, expected)
+
+
+def sharded_and_not(lengths: list[int], nested: bool, sharded: int, known: bool) -> None:
+    """One model whose forward communicates, and one whose does not, in one uneven loop: each in windows of its own."""
+    rank = dist.get_rank()
+    models = [small_model(), small_model()]
+    fully_shard(models[sharded], mesh=init_device_mesh("cpu", (2,)))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    sizes = [3, 2] if nested else [3, 3]
+    body = lambda model, optimizer, x: mean_loss(model, x)  # noqa: E731
+    one = gradsync.accumulating(steps=3)(body)
+    other = gradsync.accumulating(steps=2)(lambda *args: body(*args)) if nested else one
+    items = [micro_batch(rank, i) for i in range(lengths[rank])]
+    data = items if known else iter(items)
+    for x in one.over(other.over(data)) if nested else one.over(data):
+        one(models[0], optimizers[0], x)
+        other(models[1], optimizers[1], x)
+    for model, size in zip(models, sizes, strict=True):
+        twin = small_model()
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for window in cut(lengths, size):
+            loss = sum(mean_loss(twin, micro_batch(*place)) for place in window) / len(window)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for got, expected in zip(model.parameters(), twin.parameters(), strict=True):
+            full = got.full_tensor() if hasattr(got, "full_tensor") else got
+            assert torch.allclose(full, expected, rtol=0, atol=1e-12)
 
 
 def several_windows(lengths: list[int], nested: bool) -> str:

@@ -35,6 +35,14 @@ def test_a_rank_without_any_micro_batch_takes_part(ranks, wrap):
     ranks(3).run("tests.cases_exact:uneven", [0, 7, 0], 3, "unsized", wrap, "sum")
 
 
+@pytest.mark.parametrize("lengths", [[5, 2], [2, 5], [7, 1], [1, 6], [6, 6], [3, 4]])
+@pytest.mark.parametrize("sharded", [0, 1])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_sharded_model_and_another_in_one_loop(ranks, nested, sharded, lengths):
+    for known in (False, True):
+        ranks(2).run("tests.cases_exact:sharded_and_not", lengths, nested, sharded, known)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_several_windows_in_one_loop(ranks, nested):
     """Buffers are made equal where each rank can tell, also one that has run out."""
