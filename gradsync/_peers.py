@@ -9,7 +9,6 @@ from gradsync.functional._agreement import agree_on_kind, insist, meet, meet_wit
 from gradsync.functional._loss import SUM, kind_of
 from gradsync.functional._lost import WaitingFor
 from gradsync.functional._notice import Notice, opening
-from gradsync.functional._tally import Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from gradsync._settings import Settings
     from gradsync.functional._loss import LossSum
     from gradsync.functional._open_window import OpenWindow
+    from gradsync.functional._tally import Row
 
 
 class Peers:
@@ -112,7 +112,7 @@ class Peers:
     def in_step(self, window: OpenWindow, *, real: bool, more: bool) -> tuple[bool, bool]:
         """Whether nobody has more, and whether anybody runs one: where forwards communicate, on each micro-batch."""
         with WaitingFor(self.what):
-            rows = window.tell(Row(0, None, more=more, called=real))
+            rows = window.step_together(more=more, called=real)
         return not any(row.more for row in rows), any(row.called for row in rows)
 
     def agree(self, window: OpenWindow, loss: torch.Tensor | LossSum | None) -> None:

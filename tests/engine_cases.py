@@ -93,9 +93,9 @@ class Run:
         if self.step.progress.updates > before:
             self.states.append(self.home.full())
 
-    def over(self, length: int) -> None:
+    def over(self, length: int, known: bool = True) -> None:
         before = 0
-        for index in self.step.over(range(length)):
+        for index in self.step.over(range(length) if known else iter(range(length))):
             before = self.step.progress.updates
             self.step(self.home.model, self.optimizer, index)
             self.note(before)

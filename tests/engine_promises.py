@@ -401,6 +401,16 @@ def tensor_parallel_ranks_of_unequal_length(dimensions: dict, lengths: list[int]
     run = Run(home)
     run.over(3)
     same(run.states, reference(home, [range(3)]))
+    if not all(lengths):
+        return
+    # Where they are not known: as soon as they differ.
+    text = "must come to the same micro-batches, but those of data-parallel rank 1 do not"
+    with pytest.raises(gradsync.GradSyncError, match=text):
+        Run(tensor_parallel(net(), **dimensions)).over(lengths[rank], known=False)
+    home = tensor_parallel(net(), **dimensions)
+    with pytest.raises(gradsync.GradSyncError, match=text):
+        for micro, index in gradsync.sync_every(home.model, 3, iter(range(lengths[rank]))):
+            micro.backward(mean_loss(home.model(data(home.rank, index))))
 
 
 # -- a user's engine -----------------------------------------------------------------------------------------------

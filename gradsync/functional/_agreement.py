@@ -54,12 +54,12 @@ def meet_with_data(
     what = "numbers of items"
     for others in twins:
         heard = meet(others, topic, {what: [one["items"] for one in said]})
-        agreed([(dist.get_global_rank(others, rank), one[what]) for rank, one in enumerate(heard)], what, _ONE_FORWARD)
+        agreed([(dist.get_global_rank(others, rank), one[what]) for rank, one in enumerate(heard)], what, ONE_FORWARD)
     return said
 
 
 _ONE_MODEL = "Make them equal: the ranks of a group train one model, window by window."
-_ONE_FORWARD = "Ranks of one tensor-parallel group run one forward: give them the same data."
+ONE_FORWARD = "Ranks of one tensor-parallel group run one forward: give them the same data."
 
 
 def insist(said: Sequence[Mapping[str, Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
 from gradsync.functional._gradients import discard
@@ -12,7 +13,7 @@ from gradsync.functional._leaf_hooks import weightless
 from gradsync.functional._loss import LossSum, check_loss
 from gradsync.functional._lost import is_lost
 from gradsync.functional._micro_batch import Hold, Joined, backward, exchange, reduce
-from gradsync.functional._tally import Row, agree_on_sizes, decode, encode, factor
+from gradsync.functional._tally import Row, agree_on_sizes, check_twins, decode, encode, factor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -170,6 +171,21 @@ class OpenWindow:
     def tell(self, row: Row) -> list[Row]:
         """What all ranks say, on its own and not along with gradients."""
         return [row] if self.num_ranks == 1 else decode(exchange(self.engines, self._table(row)))
+
+    def step_together(self, *, more: bool, called: bool = True) -> list[Row]:
+        """What all ranks say before a micro-batch whose forward communicates: whether they run one, and have more.
+
+        Those that run one forward together, as in tensor parallelism, must say the same; else it is an error on every
+        rank, for each of them has a place in the group of some other.
+        """
+        said, differ = (float(more), float(called)), False
+        for group in self.twins:
+            summed = torch.tensor(said, device=self.parameters[0].device)
+            dist.all_reduce(summed, group=group)
+            differ |= any(number not in {0, group.size()} for number in summed.tolist())
+        rows = self.tell(Row(0, None, more=more, called=called, void=differ))
+        check_twins([row.void for row in rows])
+        return rows
 
     def spoil(self, *, last: bool, more: bool, filled: bool) -> list[Row] | None:
         """A backward has failed: all ranks must drop this window, which they learn as it closes."""

@@ -19,7 +19,6 @@ from gradsync.functional._no_sync import check_modules
 from gradsync.functional._notice import Notice, opening
 from gradsync.functional._open_window import OpenWindow
 from gradsync.functional._stream import length, lookahead
-from gradsync.functional._tally import Row
 from gradsync.functional._window import Steps, check_steps, window_size
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+
+    from gradsync.functional._tally import Row
 
 T = TypeVar("T")
 
@@ -265,7 +266,7 @@ class _Loop:
 
     def _nobody_has_more(self) -> bool:
         """Where forwards communicate, ranks agree on each micro-step."""
-        return not any(row.more for row in self._window.tell(Row(0, None, more=self._more)))
+        return not any(row.more for row in self._window.step_together(more=self._more))
 
     def _next_source(self) -> int | None:
         if self._rows is None:
