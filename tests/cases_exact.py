@@ -128,6 +128,44 @@ def sharded_and_not(lengths: list[int], nested: bool, sharded: int, known: bool)
             assert torch.allclose(full, expected, rtol=0, atol=1e-12)
 
 
+def one_of_several(wrap: str, how: str) -> None:
+    """Two models in one step, of which each micro-batch uses one, the boundary's on each rank another."""
+    rank = dist.get_rank()
+    make = lambda: [nn.Linear(3, 2).double(), small_model()]  # noqa: E731
+    torch.manual_seed(1)
+    models = make()
+    torch.manual_seed(1)
+    twins = make()
+    homes = models if wrap == "bare" else [DDP(model, find_unused_parameters=True) for model in models]
+    optimizer = Recorder([p for model in models for p in model.parameters()])
+    used = [[1, 0, 0, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 1, 0, 0]]
+    items = [(micro_batch(rank, i), used[rank][i]) for i in range(9)]
+    if how.startswith("sync_every"):
+        for micro, (x, which) in gradsync.sync_every(homes, 3, items):
+            loss = mean_loss(homes[which], x)
+            (loss / 3).backward() if how.endswith("plain") else micro.backward(loss)
+            if micro.last:
+                optimizer.step()
+                optimizer.zero_grad()
+    else:
+
+        @gradsync.accumulating(steps=3, sync=how)
+        def step(one, other, optimizer, x, which):
+            return mean_loss((one, other)[which], x)
+
+        for x, which in items:
+            step(*homes, optimizer, x, which)
+    for seen, start in zip(optimizer.seen, (0, 3, 6), strict=True):
+        places = [(r, i) for r in range(2) for i in range(start, start + 3)]
+        loss = sum(mean_loss(twins[used[r][i]], micro_batch(r, i)) for r, i in places) / len(places)
+        parameters = [p for twin in twins for p in twin.parameters()]
+        for p, gradient, got in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), seen, strict=True):
+            assert (gradient is None) == (got is None)
+            if gradient is not None:
+                assert torch.allclose(got, gradient, rtol=1e-12, atol=1e-14), p.shape
+                p.data -= 0.1 * gradient
+
+
 def several_windows(lengths: list[int], nested: bool) -> str:
     """Two models in one loop, the second with buffers, in windows of 4 and 3: of one function, or of two."""
     rank = dist.get_rank()

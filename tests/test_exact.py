@@ -35,6 +35,12 @@ def test_a_rank_without_any_micro_batch_takes_part(ranks, wrap):
     ranks(3).run("tests.cases_exact:uneven", [0, 7, 0], 3, "unsized", wrap, "sum")
 
 
+@pytest.mark.parametrize("wrap", ["bare", "find_unused"])
+@pytest.mark.parametrize("how", ["window", "each", "sync_every", "sync_every plain"])
+def test_ranks_that_use_different_models_in_a_window(ranks, wrap, how):
+    ranks(2).run("tests.cases_exact:one_of_several", wrap, how)
+
+
 @pytest.mark.parametrize("lengths", [[5, 2], [2, 5], [7, 1], [1, 6], [6, 6], [3, 4]])
 @pytest.mark.parametrize("sharded", [0, 1])
 @pytest.mark.parametrize("nested", [False, True])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -61,41 +61,74 @@ def backward(
     size: int,
     last: bool,
     early: bool = False,
-    differ: bool = False,
     table: Table = (),
 ) -> Table:
     """The backward of `loss` inside a `Hold`; if it is the `last` of its window, it synchronises the window.
 
-    `early` synchronises whichever it is: averaging once more what is equal already changes nothing. `differ` says that
-    the ranks may be at different points of their windows.
+    `early` synchronises whichever it is: averaging once more what is equal already changes nothing.
 
     `seed` is the gradient to begin with, 1 by default. `size` is what the window was planned to have. An exception
     goes on after the collectives that the backward began are complete, so that no other rank waits for this one.
     Returns `table` summed over the ranks.
     """
-    armed, once_more = (engines, False) if early else _whom_to_arm(engines, size=size, last=last, differ=differ)
-    if not armed and not once_more:
+    order = _order(engines, size=1 if early else size, last=last or early)
+    if not order.armed and not order.again:
         loss.backward(seed)
         return table
-    riding = table if last and not once_more else ()
+    riding = table if last and not order.again else ()
     sent = _send(engines, riding)
-    for engine in armed:
+    for engine in order.armed:
         engine.arm(loss)
     try:
         loss.backward(seed)
     except BaseException as error:
         if not is_lost(error):  # else nobody is there to complete anything with
-            _abort(armed, riding, engines if once_more else (), table)
+            _abort(order, riding, table)
         raise
-    carried = [engine.settle(riding) for engine in armed]
-    return reduce(engines, table) if once_more else _receive(sent, carried, riding)
+    return _complete(order, sent, riding, table)
 
 
-def _abort(armed: Sequence[Engine], riding: Table, once_more: Sequence[Engine], table: Table) -> None:
+class _Order(NamedTuple):
+    """In which order engines synchronise a micro-batch: the same on every rank, whatever its backward reaches."""
+
+    armed: Sequence[Engine]  # in the backward, or right after it if that does not reach them
+    after: Sequence[Engine]  # in turn, after those
+    again: Sequence[Engine]  # all, once more
+
+
+def _order(engines: Sequence[Engine], *, size: int, last: bool) -> _Order:
+    """Who synchronises when.
+
+    An engine that owes a synchronisation of its very first micro-batch makes two in a window planned for more than
+    one. Where that first one is the last as well, it still makes two: on other ranks it may not be the last.
+
+    Of several engines only the first synchronises in the backward, and the others in turn after it: backward reaches
+    them in an order of its own, which another rank, whose micro-batch uses another model or that has none at all,
+    cannot know. Where a forward communicates, every rank runs it, and the backward too.
+    """
+    owing = [engine for engine in engines if engine.owes_first]
+    if not last:
+        return _Order(owing, (), ())
+    if size > 1 and owing:
+        return _Order(owing, (), engines)
+    if any(engine.forward_communicates for engine in engines):
+        return _Order(engines, (), ())
+    return _Order(engines[:1], engines[1:], ())
+
+
+def _complete(order: _Order, sent: tuple[torch.Tensor, Any] | None, riding: Table, table: Table) -> Table:
+    """After the backward: whatever it has left. Returns `table` summed over the ranks."""
+    carried = [engine.settle(riding) for engine in order.armed]
+    carried += [engine.reduce(riding) for engine in order.after]
+    return reduce(order.again, table) if order.again else _receive(sent, carried, riding)
+
+
+def _abort(order: _Order, riding: Table, table: Table) -> None:
     """Complete the collectives of a backward that failed; what goes wrong here must not hide why it did."""
-    todo: list[Callable[[], object]] = [partial(engine.abort, riding) for engine in armed]
-    if once_more:
-        todo.append(partial(reduce, once_more, table))
+    todo: list[Callable[[], object]] = [partial(engine.abort, riding) for engine in order.armed]
+    todo += [partial(engine.reduce, riding) for engine in order.after]
+    if order.again:
+        todo.append(partial(reduce, order.again, table))
     for complete in todo:
         try:
             complete()
@@ -107,7 +140,7 @@ def _abort(armed: Sequence[Engine], riding: Table, once_more: Sequence[Engine], 
 class Joined:
     """What `backward` does, in one that has begun already from an unknown loss; `done(table)` at its end."""
 
-    __slots__ = ("_armed", "_done", "_once_more", "_riding", "_sent", "_table", "ended", "waits")
+    __slots__ = ("_done", "_order", "_riding", "_sent", "_table", "ended", "waits")
 
     def __init__(
         self,
@@ -115,18 +148,16 @@ class Joined:
         *,
         size: int,
         last: bool,
-        differ: bool,
         table: Table,
         done: Callable[[Table], None],
     ) -> None:
-        self._armed, once_more = _whom_to_arm(engines, size=size, last=last, differ=differ)
-        self._once_more = engines if once_more else ()
-        self._table, self._riding = table, table if last and not once_more else ()
+        self._order = _order(engines, size=size, last=last)
+        self._table, self._riding = table, table if last and not self._order.again else ()
         self._done = done
         self.waits = False  # whether all of its gradients are there, and only other ranks can be missing
         self.ended = False
         self._sent = _send(engines, self._riding)
-        for engine in self._armed:
+        for engine in self._order.armed:
             engine.arm(None)
         # Twice over: the reducer queues its own end when its last bucket leaves, and ours must come after that.
         Variable._execution_engine.queue_callback(self._arrived)
@@ -135,36 +166,15 @@ class Joined:
         """It has failed, or been left: complete the collectives that it began."""
         if not self.ended:
             self.ended = True
-            _abort(self._armed, self._riding, self._once_more, self._table)
+            _abort(self._order, self._riding, self._table)
 
     def _arrived(self) -> None:
         self.waits = True
         Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        carried = [engine.settle(self._riding) for engine in self._armed]
-        if self._once_more:
-            self._done(reduce(self._once_more, self._table))
-        else:
-            self._done(_receive(self._sent, carried, self._riding))
+        self._done(_complete(self._order, self._sent, self._riding, self._table))
         self.ended = True
-
-
-def _whom_to_arm(engines: Sequence[Engine], *, size: int, last: bool, differ: bool) -> tuple[Sequence[Engine], bool]:
-    """The engines that synchronise in this backward, and whether all have to, once more, after it.
-
-    An engine that owes a synchronisation of its very first micro-batch makes two in a window planned for more than
-    one. Where that first one is the last as well, it still makes two: on other ranks it may not be the last.
-
-    Several engines synchronise in the order in which backward reaches them. Where the ranks may `differ`, one that has
-    run no backward cannot know that order, and so all take them in turn, after the backward. Where a forward
-    communicates, every rank runs it, and the backward too.
-    """
-    owing = [engine for engine in engines if engine.owes_first]
-    once_more = last and (
-        (size > 1 and bool(owing)) or (differ and len(engines) > 1 and not any(e.forward_communicates for e in engines))
-    )
-    return (engines if last and not once_more else owing), once_more
 
 
 def reduce(engines: Sequence[Engine], table: Table = ()) -> Table:

@@ -99,6 +99,9 @@ class OpenWindow:
         """Begin a window of `size` micro-batches."""
         self.size = size
         self._active = [engine for engine in self.engines if engine.trainable()]
+        if len(self._active) > 1 and not self.forward_communicates:
+            # The largest first, which is the one to synchronise while backward runs.
+            self._active.sort(key=lambda engine: -sum(parameter.numel() for parameter in engine.parameters))
         self._trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
         self._clear()
 
@@ -134,7 +137,6 @@ class OpenWindow:
                 size=self.size,
                 last=last,
                 early=early,
-                differ=self.count is not None or notice is not None or self._tell_after,
                 table=table,
             )
         except BaseException as error:
@@ -163,7 +165,7 @@ class OpenWindow:
         zeros = weightless(self.leaves)
         try:
             table = self._riding(row, notice) if last else ()
-            summed = backward(tensor, self._active, size=self.size, last=last, early=early, differ=True, table=table)
+            summed = backward(tensor, self._active, size=self.size, last=last, early=early, table=table)
         finally:
             zeros.remove()
         return self._told(summed, row, notice) if last else None
@@ -231,7 +233,6 @@ class OpenWindow:
             self._active,
             size=self.size,
             last=last,
-            differ=notice is not None,
             table=self._riding(row, notice) if last else (),
             done=lambda summed: done(self._told(summed, row, notice) if last else None),
         )
