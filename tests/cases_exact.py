@@ -166,6 +166,27 @@ def one_of_several(wrap: str, how: str) -> None:
                 p.data -= 0.1 * gradient
 
 
+def static_pair(steps: int, sync: str) -> None:
+    """Two static graphs in one step, each of which owes a synchronisation of its very first micro-batch."""
+    rank = dist.get_rank()
+    torch.manual_seed(1)
+    models = [nn.Linear(3, 3).double(), small_model()]
+    homes = [DDP(model, static_graph=True) for model in models]
+    optimizer = Recorder([p for model in models for p in model.parameters()], lr=0.0)
+
+    @gradsync.accumulating(steps=steps, sync=sync)
+    def step(one, other, optimizer, x):
+        return mean_loss(other, one(x))
+
+    for i in range(3 * steps):
+        step(*homes, optimizer, micro_batch(rank, i))
+    for number, seen in enumerate(optimizer.seen):
+        places = [(r, i) for r in range(2) for i in range(number * steps, (number + 1) * steps)]
+        loss = sum(mean_loss(models[1], models[0](micro_batch(*place))) for place in places) / len(places)
+        for gradient, got in zip(torch.autograd.grad(loss, optimizer.param_groups[0]["params"]), seen, strict=True):
+            assert torch.allclose(got, gradient, rtol=1e-12, atol=1e-14), (number, gradient.shape)
+
+
 def several_windows(lengths: list[int], nested: bool) -> str:
     """Two models in one loop, the second with buffers, in windows of 4 and 3: of one function, or of two."""
     rank = dist.get_rank()

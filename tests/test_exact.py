@@ -41,6 +41,12 @@ def test_ranks_that_use_different_models_in_a_window(ranks, wrap, how):
     ranks(2).run("tests.cases_exact:one_of_several", wrap, how)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("sync", ["window", "each"])
+def test_two_static_graphs_in_one_step(ranks, steps, sync):
+    ranks(2).run("tests.cases_exact:static_pair", steps, sync)
+
+
 @pytest.mark.parametrize("lengths", [[5, 2], [2, 5], [7, 1], [1, 6], [6, 6], [3, 4]])
 @pytest.mark.parametrize("sharded", [0, 1])
 @pytest.mark.parametrize("nested", [False, True])

@@ -99,8 +99,9 @@ class _Order(NamedTuple):
 def _order(engines: Sequence[Engine], *, size: int, last: bool) -> _Order:
     """Who synchronises when.
 
-    An engine that owes a synchronisation of its very first micro-batch makes two in a window planned for more than
-    one. Where that first one is the last as well, it still makes two: on other ranks it may not be the last.
+    An engine that owes a synchronisation of its very first micro-batch makes that in the backward, and in a window
+    planned for more than one a second at its end. Where that first one is the last as well, it still makes two: on
+    other ranks it may not be the last.
 
     Of several engines only the first synchronises in the backward, and the others in turn after it: backward reaches
     them in an order of its own, which another rank, whose micro-batch uses another model or that has none at all,
@@ -109,7 +110,7 @@ def _order(engines: Sequence[Engine], *, size: int, last: bool) -> _Order:
     owing = [engine for engine in engines if engine.owes_first]
     if not last:
         return _Order(owing, (), ())
-    if size > 1 and owing:
+    if owing and (size > 1 or len(engines) > 1):
         return _Order(owing, (), engines)
     if any(engine.forward_communicates for engine in engines):
         return _Order(engines, (), ())
