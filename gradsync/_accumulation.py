@@ -114,7 +114,7 @@ class Accumulation:
                         self._peers.agree(window, loss)
                     rows, kept = self._backward(loss, feed, last=last, more=more, filled=filled)
                     returned = detach(returned, loss) if kept else None
-                elif window.forward_communicates and window.num_ranks > 1:
+                elif window.in_step:
                     rows = self._replay(feed, last=last, filled=filled, called=True)
                 else:
                     rows = self._reduce(feed, more=more, filled=filled, called=True) if last else None
@@ -172,7 +172,7 @@ class Accumulation:
                         f"the other ranks wait in the model's forward, but {type(error).__name__} came after that. "
                         "Check the data before the forward."
                     ) from error
-                if window.forward_communicates and window.num_ranks > 1:
+                if window.in_step:
                     self._peers.first_forward(window, runs=False)
                 self._counts["dropped"] += 1
                 return None, None
@@ -370,9 +370,9 @@ class Accumulation:
 
         A rank that has run out takes part in whole windows in turn, and so each must communicate in one piece.
         """
-        if feed is None or feed.in_step:
+        if feed is None or feed.in_step or len(feed.fed) == 1:
             return
-        if len(feed.fed) > 1 and self.index == 0 and self._peers.any_more:
+        if self.index == 0 and self._peers.any_more:
             size = window_size(self._settings.steps, self._counts["window"])
             self._peers.begin(self._binding.window, size, self._peers.next_source)
 

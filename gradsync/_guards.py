@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradsync._errors import GradSyncError
+from gradsync.functional._agreement import ranks_where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -119,32 +120,32 @@ class ForwardWatch:
 
 def check_replays(can_replay: Sequence[bool], name: str) -> None:
     """Raise if a rank would have to repeat a call that it never made."""
-    cannot = [str(rank) for rank, can in enumerate(can_replay) if not can]
+    cannot = ranks_where(not can for can in can_replay)
     if cannot:
         raise GradSyncError(
             f"Every rank needs at least one item in {name}.over where the engine's forward communicates, to repeat its "
-            f"call with when it has run out, but rank {', '.join(cannot)} has none. Give each rank an item."
+            f"call with when it has run out, but rank {cannot} has none. Give each rank an item."
         )
 
 
 def check_first(runs: Sequence[bool], name: str) -> None:
     """Raise if a rank dropped the very first micro-batch, where it would have to repeat one that it ran."""
-    cannot = [str(rank) for rank, one in enumerate(runs) if not one]
+    cannot = ranks_where(not one for one in runs)
     if cannot:
         raise GradSyncError(
             f"The first micro-batch of {name} must be a good one on every rank where the engine's forward "
-            f"communicates, to be repeated in place of those that `skip` drops, but rank {', '.join(cannot)} dropped "
+            f"communicates, to be repeated in place of those that `skip` drops, but rank {cannot} dropped "
             "it. Look for a good one before the loop begins."
         )
 
 
 def check_sure(unsure: Sequence[bool], name: str) -> None:
     """Raise if a rank without an item cannot know which of several windows the others' loops go through."""
-    lost = [str(rank) for rank, one in enumerate(unsure) if one]
+    lost = ranks_where(unsure)
     if lost:
         raise GradSyncError(
             f"Every rank needs at least one item in {name}.over where several models, optimizers or functions have "
-            f"windows of their own, to know which of them it goes through, but rank {', '.join(lost)} has none. Give "
+            f"windows of their own, to know which of them it goes through, but rank {lost} has none. Give "
             "each rank an item, or each window a loop of its own."
         )
 

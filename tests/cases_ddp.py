@@ -291,12 +291,16 @@ def same_times(config: dict) -> None:
     assert_equal_updates(optimizer.seen, expected)
 
 
+def searched() -> tuple[DDP, Recorder]:
+    """A model with an unused parameter on a DDP that looks for those."""
+    model = small_model(unused=True)
+    return DDP(model, find_unused_parameters=True), Recorder(model.parameters())
+
+
 def dropped_by_the_user() -> None:
     """A search for unused parameters remembers what held backwards used, also if somebody drops their gradients."""
     ranks, rank = range(dist.get_world_size()), dist.get_rank()
-    model = small_model(unused=True)
-    home = DDP(model, find_unused_parameters=True)
-    optimizer = Recorder(model.parameters())
+    home, optimizer = searched()
 
     @accumulating(steps=1)
     def step(model, optimizer, x, fails=False):
@@ -323,9 +327,7 @@ def dropped_by_the_user() -> None:
 def dropped_by_a_backward() -> None:
     """The same for a held backward that fails half-way with a type in `skip`, and a tail that then closes."""
     ranks, rank = range(dist.get_world_size()), dist.get_rank()
-    model = small_model(unused=True)
-    home = DDP(model, find_unused_parameters=True)
-    optimizer = Recorder(model.parameters())
+    home, optimizer = searched()
 
     @accumulating(steps=2, skip=ZeroDivisionError)
     def step(home, optimizer, number):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gradsync._errors import GradSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch import nn
 
@@ -77,6 +77,11 @@ def agreed(values: Sequence[tuple[int, T]], what: str, advice: str = _ONE_MODEL)
             + f". {advice}"
         )
     return values[0][1] if values else None
+
+
+def ranks_where(flags: Iterable[bool]) -> str:
+    """The ranks whose flag is set, as an error names them; empty if there are none."""
+    return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
 
 
 def agree_on_kind(group: dist.ProcessGroup | None, topic: str, kind: str | None, **words: Any) -> str | None:
@@ -197,10 +202,10 @@ def wait_for(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: s
 
     It looks again and again, later and later, because torch prints a warning for each wait that ends in vain.
     """
-    start, looks_at_empty = time.monotonic(), 1.0
+    start, limit, looks_at_empty = time.monotonic(), _timeout(group), 1.0
     while not store.check(list(keys)):
         waited = time.monotonic() - start
-        over = waited > _timeout(group)
+        over = waited > limit
         if over or waited > looks_at_empty:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             _refuse_empty(group, missing, topic)

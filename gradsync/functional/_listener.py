@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 from gradsync.functional._agreement import at_the_store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch.distributed as dist
 
 _FOREVER = timedelta(days=20)  # what poll can count in milliseconds; torch prints a warning for each wait in vain
@@ -110,6 +108,5 @@ def dismiss_all() -> None:
 
     A thread that comes back from the store later than that takes the process down with it.
     """
-    living: Sequence[Listener] = list(_LISTENERS.values())
-    for one in living:
+    for one in list(_LISTENERS.values()):
         one.dismiss()

@@ -75,17 +75,14 @@ def backward(
     if not order.armed and not order.again:
         loss.backward(seed)
         return table
-    riding = table if last and not order.again else ()
-    sent = _send(engines, riding)
-    for engine in order.armed:
-        engine.arm(loss)
+    sent = _begin(engines, order, loss, table)
     try:
         loss.backward(seed)
     except BaseException as error:
         if not is_lost(error):  # else nobody is there to complete anything with
-            _abort(order, riding, table)
+            _abort(order, table)
         raise
-    return _complete(order, sent, riding, table)
+    return _complete(order, sent, table)
 
 
 class _Order(NamedTuple):
@@ -93,7 +90,11 @@ class _Order(NamedTuple):
 
     armed: Sequence[Engine]  # in the backward, or right after it if that does not reach them
     after: Sequence[Engine]  # in turn, after those
-    again: Sequence[Engine]  # all, once more
+    again: Sequence[Engine]  # all, once more: then the table goes along with that
+
+    def riding(self, table: Table) -> Table:
+        """What of `table` goes along with those in the backward and right after it."""
+        return () if self.again else table
 
 
 def _order(engines: Sequence[Engine], *, size: int, last: bool) -> _Order:
@@ -117,15 +118,27 @@ def _order(engines: Sequence[Engine], *, size: int, last: bool) -> _Order:
     return _Order(engines[:1], engines[1:], ())
 
 
-def _complete(order: _Order, sent: tuple[torch.Tensor, Any] | None, riding: Table, table: Table) -> Table:
+def _begin(
+    engines: Sequence[Engine], order: _Order, loss: torch.Tensor | None, table: Table
+) -> tuple[torch.Tensor, Any] | None:
+    """Before the backward, or as it begins; returns what `_complete` has to wait for."""
+    sent = _send(engines, order.riding(table))
+    for engine in order.armed:
+        engine.arm(loss)
+    return sent
+
+
+def _complete(order: _Order, sent: tuple[torch.Tensor, Any] | None, table: Table) -> Table:
     """After the backward: whatever it has left. Returns `table` summed over the ranks."""
+    riding = order.riding(table)
     carried = [engine.settle(riding) for engine in order.armed]
     carried += [engine.reduce(riding) for engine in order.after]
     return reduce(order.again, table) if order.again else _receive(sent, carried, riding)
 
 
-def _abort(order: _Order, riding: Table, table: Table) -> None:
+def _abort(order: _Order, table: Table) -> None:
     """Complete the collectives of a backward that failed; what goes wrong here must not hide why it did."""
+    riding = order.riding(table)
     todo: list[Callable[[], object]] = [partial(engine.abort, riding) for engine in order.armed]
     todo += [partial(engine.reduce, riding) for engine in order.after]
     if order.again:
@@ -141,7 +154,7 @@ def _abort(order: _Order, riding: Table, table: Table) -> None:
 class Joined:
     """What `backward` does, in one that has begun already from an unknown loss; `done(table)` at its end."""
 
-    __slots__ = ("_done", "_order", "_riding", "_sent", "_table", "ended", "waits")
+    __slots__ = ("_done", "_order", "_sent", "_table", "ended", "waits")
 
     def __init__(
         self,
@@ -153,13 +166,11 @@ class Joined:
         done: Callable[[Table], None],
     ) -> None:
         self._order = _order(engines, size=size, last=last)
-        self._table, self._riding = table, table if last and not self._order.again else ()
+        self._table = table
         self._done = done
         self.waits = False  # whether all of its gradients are there, and only other ranks can be missing
         self.ended = False
-        self._sent = _send(engines, self._riding)
-        for engine in self._order.armed:
-            engine.arm(None)
+        self._sent = _begin(engines, self._order, None, table)
         # Twice over: the reducer queues its own end when its last bucket leaves, and ours must come after that.
         Variable._execution_engine.queue_callback(self._arrived)
 
@@ -167,14 +178,14 @@ class Joined:
         """It has failed, or been left: complete the collectives that it began."""
         if not self.ended:
             self.ended = True
-            _abort(self._order, self._riding, self._table)
+            _abort(self._order, self._table)
 
     def _arrived(self) -> None:
         self.waits = True
         Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        self._done(_complete(self._order, self._sent, self._riding, self._table))
+        self._done(_complete(self._order, self._sent, self._table))
         self.ended = True
 
 

@@ -42,6 +42,7 @@ class OpenWindow:
         "forward_communicates",
         "group",
         "hold",
+        "in_step",
         "losses",
         "num_micro_batches",
         "num_ranks",
@@ -84,6 +85,9 @@ class OpenWindow:
         self.forward_communicates = any(engine.forward_communicates for engine in engines) or (
             bystanders is not None and bystanders.forward_communicates
         )
+        self.in_step = self.forward_communicates and self.num_ranks > 1  # ranks take each micro-batch together
+        if not self.forward_communicates:  # the largest first, which is the one to synchronise while backward runs
+            self.engines = sorted(engines, key=lambda engine: -sum(p.numel() for p in engine.parameters))
         # Plain gradients that are spread over ranks, by their parameters' ids: norms are over all of their pieces.
         pieces = [engine for engine in engines if engine.shard_group]
         self.spread = {id(p): engine.shard_group for engine in pieces for p in engine.parameters if engine.shard_group}
@@ -99,9 +103,6 @@ class OpenWindow:
         """Begin a window of `size` micro-batches."""
         self.size = size
         self._active = [engine for engine in self.engines if engine.trainable()]
-        if len(self._active) > 1 and not self.forward_communicates:
-            # The largest first, which is the one to synchronise while backward runs.
-            self._active.sort(key=lambda engine: -sum(parameter.numel() for parameter in engine.parameters))
         self._trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
         self._clear()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import attach, rest
-from gradsync.functional._agreement import agree_on_kind, agree_on_model, insist, meet, meet_with_data
+from gradsync.functional._agreement import agree_on_kind, agree_on_model, insist, meet, meet_with_data, ranks_where
 from gradsync.functional._gradients import discard, normalise
 from gradsync.functional._leaf_hooks import LeafHooks, PlainBackward, weightless
 from gradsync.functional._loss import SUM, LossSum, kind_of
@@ -139,7 +139,7 @@ class _Loop:
                     item, self._more = upcoming[0], not upcoming[1]
                 # Where no forward communicates, a rank that has run out takes part once a window: in the
                 # synchronisation, and so in the update.
-                ended = self._nobody_has_more() if self._in_step else not self._more
+                ended = self._nobody_has_more() if self._window.in_step else not self._more
                 step = MicroStep(index, number, size, ended or index + 1 == size, replay, _loop=self)
                 yield from self._place(step, (step, item))
                 if not replay:
@@ -162,7 +162,7 @@ class _Loop:
             hooks.remove()
         try:
             notice = self._word(None if step.replay else loss) if step.last or self._window.owes_first else None
-            if step.replay and self._in_step:
+            if step.replay and self._window.in_step:
                 self._rows = self._window.replay(loss, last=step.last, notice=notice, filled=False, called=True)
             elif step.replay:
                 self._rows = self._window.reduce(notice=notice)
@@ -225,11 +225,10 @@ class _Loop:
         engines = attach(self._models, agree_on_model)
         parameters = list(dict.fromkeys(p for model in self._models for p in model.parameters()))
         self._window = OpenWindow(engines, parameters, tell_size=callable(self._steps))
-        self._in_step = self._window.forward_communicates and self._window.num_ranks > 1
         insist(meet(self._window.group, "the start of sync_every", {"steps": window_size(self._steps, 0)}))
 
     def _begin_window(self, number: int, source: int) -> None:
-        if callable(self._steps) and self._in_step:
+        if callable(self._steps) and self._window.in_step:
             with WaitingFor(lambda: f"comparing the steps of window {number} of sync_every"):
                 self._window.agree_on_size(self._window.size)
         with WaitingFor(lambda: f"making the buffers equal for window {number} of sync_every"):
@@ -239,19 +238,19 @@ class _Loop:
         """The lowest rank with an item, whose buffers the first window begins with; None if there is no item at all."""
         group = self._window.group
         words = {
-            **opening(None if self._in_step else group, "sync_every", held=0, left=num_items),
+            **opening(None if self._window.in_step else group, "sync_every", held=0, left=num_items),
             "has_item": has_item,
             "items": num_items,
         }
         said = meet_with_data(group, self._window.twins, "the data of sync_every", words)
         self._openings = said
-        empty = [str(rank) for rank, words in enumerate(said) if not words["has_item"]]
-        if len(empty) == len(said):
+        if not any(words["has_item"] for words in said):
             return None
+        empty = ranks_where(not words["has_item"] for words in said)
         if empty:
             raise GradSyncError(
                 f"Every rank needs at least one item in sync_every, to run its forward with when it has run out, but "
-                f"rank {', '.join(empty)} has none. Give it one, or use accumulating, whose .over needs none on DDP."
+                f"rank {empty} has none. Give it one, or use accumulating, whose .over needs none on DDP."
             )
         return 0
 
@@ -260,7 +259,7 @@ class _Loop:
         if self._notice is None and self._finite and self._window.num_ranks > 1:
             topic = "the first synchronisation of sync_every"
             kind = agree_on_kind(self._window.group, topic, kind_of(loss))
-            always = self._in_step or self._window.tells_size or kind == SUM
+            always = self._window.in_step or self._window.tells_size or kind == SUM
             self._notice = Notice() if always else Notice(self._window.group, self._openings, "sync_every")
         return self._notice
 

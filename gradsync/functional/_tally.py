@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import TABLE_WIDTH
-from gradsync.functional._agreement import ONE_FORWARD, agreed
+from gradsync.functional._agreement import ONE_FORWARD, agreed, ranks_where
 from gradsync.functional._window import correction
 
 if TYPE_CHECKING:
@@ -75,11 +75,11 @@ def agree_on_sizes(sizes: Sequence[int]) -> None:
 
 def check_twins(differ: Sequence[bool]) -> None:
     """Raise if ranks, in the order of the data-parallel ones, have found that their twins have other micro-batches."""
-    ranks = [str(rank) for rank, one in enumerate(differ) if one]
+    ranks = ranks_where(differ)
     if ranks:
         raise GradSyncError(
             f"All ranks of a tensor-parallel group must come to the same micro-batches, but those of data-parallel "
-            f"rank {', '.join(ranks)} do not: some have one, or more of them, and others not. {ONE_FORWARD}"
+            f"rank {ranks} do not: some have one, or more of them, and others not. {ONE_FORWARD}"
         )
 
 
