@@ -1,7 +1,7 @@
 """Real ranks for the tests: processes that are started once, joined by gloo, and given one case after another.
 
-A case is a module-level function of a `tests.cases_*` module; it runs on every rank at once, and its return values come
-back in the order of ranks. Each case has a time limit: a hang ends the ranks and fails the test.
+A case is a module-level function of a tests module, given as itself or as "module:name"; it runs on every rank at once,
+and its return values come back in the order of ranks. Each case has a time limit: a hang ends the ranks and fails the test.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pickle
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 
 TIME_LIMIT = 60.0  # seconds a case may take
@@ -31,7 +32,7 @@ class Ranks:
         self._processes: list = []
         self._pipes: list = []
 
-    def run(self, case: str, *args: object, limit: float = TIME_LIMIT) -> list:
+    def run(self, case: Callable | str, *args: object, limit: float = TIME_LIMIT) -> list:
         """Run `module:function` on every rank; what they returned."""
         results = self.outcomes(case, *args, limit=limit)
         failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(results) if not ok]
@@ -39,8 +40,10 @@ class Ranks:
             raise RankError(f"{case}{args} failed on\n" + "\n".join(failed))
         return [value for _, value in results]
 
-    def outcomes(self, case: str, *args: object, limit: float = TIME_LIMIT) -> list:
+    def outcomes(self, case: Callable | str, *args: object, limit: float = TIME_LIMIT) -> list:
         """The same, with (True, value) or (False, traceback) a rank."""
+        if callable(case):
+            case = f"{case.__module__}:{case.__qualname__}"
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -95,7 +98,10 @@ def _serve(rank: int, size: int, init: str, pipe) -> None:
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
         try:
-            outcome = (True, getattr(importlib.import_module(module), name)(*args))
+            found = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+            outcome = (True, found(*args))
             dist.barrier()
         except BaseException:
             outcome = (False, traceback.format_exc())
