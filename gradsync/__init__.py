@@ -1,16 +1,17 @@
 """Gradient accumulation and gradient synchronisation in PyTorch, exact, and without a framework."""
 
 from gradsync import engines, functional
-from gradsync._accumulating import accumulating
 from gradsync._audit import audit
 from gradsync._errors import GradSyncError
 from gradsync._launch import ddp, process_group
+from gradsync.decorator import Progress, accumulating
 from gradsync.functional import LossSum, MicroStep, no_sync, sync_every, sync_gradients
 
 __all__ = [
     "GradSyncError",
     "LossSum",
     "MicroStep",
+    "Progress",
     "accumulating",
     "audit",
     "ddp",

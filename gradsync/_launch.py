@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._fresh_store import fresh_store, is_shared
 from gradsync.engines import settle_all_groups
-from gradsync.functional._listener import dismiss_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +60,6 @@ def process_group(backend: str | None = None) -> Iterator[World]:
             yield World(0, 1, local_rank, device)
     finally:
         if mine and dist.is_initialized():
-            dismiss_all()
             settle_all_groups()
             dist.destroy_process_group()
 

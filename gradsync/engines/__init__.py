@@ -1,7 +1,19 @@
 """One file an engine, behind one protocol. Nothing in here knows of windows' numbers, losses or optimizers."""
 
-from gradsync.engines._find import attach, behind, find, register, rest
+from gradsync.engines._find import attach, bare, behind, common_group, find, is_engine, register, rest, uncovered
 from gradsync.engines._gloo import settle_all_groups
-from gradsync.engines._protocol import TABLE_WIDTH, Engine, Table
+from gradsync.engines._protocol import Engine
 
-__all__ = ["TABLE_WIDTH", "Engine", "Table", "attach", "behind", "find", "register", "rest", "settle_all_groups"]
+__all__ = [
+    "Engine",
+    "attach",
+    "bare",
+    "behind",
+    "common_group",
+    "find",
+    "is_engine",
+    "register",
+    "rest",
+    "settle_all_groups",
+    "uncovered",
+]

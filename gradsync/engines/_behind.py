@@ -1,68 +1,71 @@
-"""DDP behind a bare module: made for its reducer alone, its forward never called.
+"""DDP behind bare modules and loose parameters: made for its reducer alone, its forward never called.
 
-The caller keeps the module as it was: no wrapper, no attribute, nothing that deepcopy or pickle would see. What is
-made here holds the parameters but not the module, so that it can be looked up by the module and dies with it.
+The caller keeps the modules as they were: no wrapper, no attribute, nothing that deepcopy or pickle would see. What is
+made here holds the parameters but not the modules, so that it can be looked up by a module and dies with it.
 
 One parameter more than the model has takes part: the ledger. Its gradient is written by us after the backward, and is
-reduced with the others. It says which parameters were used at all, so that one that
-no rank used keeps `grad is None` although DDP does not look for unused parameters; and it carries the table of
-`Engine.settle`.
+reduced like the others. It says which parameters were used at all, so that one that no rank used keeps `grad is None`
+although DDP does not look for unused parameters. It has a dtype of its own and with it a bucket of its own: in one with
+other gradients it would shift these, and with them the order in which three ranks or more add them up.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.engines._ddp import DDPEngine, same
-from gradsync.engines._protocol import TABLE_WIDTH, Table
+from gradsync.engines._ddp import DDPEngine, silent
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 
-_EXACT = (torch.float32, torch.float64)  # in which a table survives its travel
+class Rest(NamedTuple):
+    """What no engine covers: the modules that it is found in, the parameters of none, and what is to be left out."""
+
+    roots: Sequence[nn.Module]
+    loose: Sequence[nn.Parameter]
+    covered: Collection[int]  # ids of parameters that other engines have
+    parameters: Sequence[nn.Parameter]  # all that is trainable in it
 
 
 class BehindEngine(DDPEngine):
-    """The DDP behind one bare module, for its parameters that no other engine covers."""
+    """The DDP behind what is in no engine of the user's."""
 
-    carries = True
+    def __init__(self, rest: Rest, group: dist.ProcessGroup | None) -> None:
+        self._roots = [weakref.ref(root) for root in rest.roots]
+        super().__init__(_make(rest, group), nn.ModuleList(rest.roots))
+        self._ledger, *self._reduced = self._reduced
+        self.parameters = list(self._reduced)
+        self._likeness = [(p.dtype, p.device, p.shape) for p in self._reduced]
+        self._all_used: torch.Tensor | None = None  # the ledger's gradient where this rank has used everything
 
-    def __init__(
-        self, module: nn.Module, covered: Collection[int] = (), group: dist.ProcessGroup | None = None
-    ) -> None:
-        self._over = group  # the ranks of the engines that cover the rest of the module, if any do
-        self._module = weakref.ref(module)
-        self._covered = frozenset(covered)
-        super().__init__(self._make(module, first=True), module)
-        self.parameters = [parameter for parameter in module.parameters() if id(parameter) not in self._covered]
+    def _check(self, ddp: DistributedDataParallel) -> None:
+        """It is ours."""
 
     @property
     def ddp(self) -> DistributedDataParallel:
         """The DDP itself; its `module` is gone."""
         return self._ddp
 
-    def trainable(self) -> bool:
-        now = [parameter for parameter in self.parameters if parameter.requires_grad]
-        if now and not same(now, self._reduced[1:]):
-            module = self._module()
-            assert module is not None, "the caller holds the module"
-            self._ddp.reducer._remove_autograd_hooks()
-            self._ddp = self._make(module, first=False)
-            self._reduced = [self._ddp._module_parameters[0], *now]
-        return bool(now)
+    def is_for(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> bool:
+        """Whether it was made for just these parameters, as they are, on this group."""
+        over = dist.group.WORLD if group is None else group
+        return (
+            self.group is over
+            and len(parameters) == len(self.parameters)
+            and all(mine is other for mine, other in zip(self.parameters, parameters, strict=True))
+            and self._likeness == [(p.dtype, p.device, p.shape) for p in parameters]
+        )
 
-    def open(self, source: int) -> None:
-        module = self._module()
-        if module is None or self.group.size() == 1:
-            return
-        if buffers := list(module.buffers()):
+    def share_buffers(self, source: int) -> None:
+        buffers = [b for ref in self._roots if (root := ref()) is not None for b in _shared_buffers(root)]
+        if buffers:
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
                 dist._broadcast_coalesced(self.group, buffers, self._ddp.broadcast_bucket_size, source)
 
@@ -70,58 +73,74 @@ class BehindEngine(DDPEngine):
         self._ddp.reducer.prepare_for_forward()
         self._ddp.reducer.prepare_for_backward([])
 
-    def settle(self, table: Table = ()) -> Table | None:
-        return self._close(table, rest=None)
+    def settle(self) -> None:
+        self._close(None)
 
-    def abort(self, table: Table = ()) -> Table | None:
-        return self._close(table, rest=None)  # the ledger, last of all, is still to come: nothing can have been lost
+    def abort(self) -> None:
+        self._close(None)  # the ledger, last of all, is still to come: nothing can have been lost
 
-    def reduce(self, table: Table = ()) -> Table | None:
+    def reduce(self) -> None:
         self.arm(None)
-        return self._close(table, rest=self._reduced[1:])
+        self._close(self._reduced)
 
-    def _close(self, table: Table, rest: Sequence[nn.Parameter] | None) -> Table | None:
+    def _close(self, rest: Sequence[nn.Parameter] | None) -> None:
         """Write the ledger, complete the reduction with it, and read it; `rest` is what still has to run its hooks."""
-        ledger, parameters = self._reduced[0], self._reduced[1:]
-        used = [parameter.grad is not None for parameter in parameters]
-        row = torch.tensor([*used, *table], dtype=ledger.dtype, device=ledger.device)
-        if row.numel() != ledger.numel():
-            row = torch.cat([row, row.new_zeros(ledger.numel() - row.numel())])
-        ledger.backward(row)
+        used = [parameter.grad is not None for parameter in self._reduced]
+        everything = all(used)
+        self._ledger.backward(self._flags(used, everything=everything))
         if rest is None:
             rest = self._unready()
         if rest:
-            self._touch(rest).backward()
+            with silent(rest):
+                self._touch(rest).backward()
         self._ddp.reducer._rebuild_buckets()
-        total, ledger.grad = ledger.grad, None
+        total, self._ledger.grad = self._ledger.grad, None
         assert total is not None, "the reducer leaves a gradient at every parameter"
-        if not table and all(used):
-            return ()
-        summed: list[float] = (total.double() * self.group.size()).round().tolist()
-        for parameter, anywhere in zip(parameters, summed, strict=False):
+        if everything:
+            return
+        for parameter, anywhere in zip(self._reduced, total.tolist(), strict=True):
             if not anywhere:
                 parameter.grad = None
-        return summed[len(used) : len(used) + len(table)]
 
-    def _make(self, module: nn.Module, *, first: bool) -> DistributedDataParallel:
-        parameters = [p for p in module.parameters() if p.requires_grad and id(p) not in self._covered]
-        like = parameters[0]
-        room = len(parameters) + TABLE_WIDTH * dist.get_world_size(self._over)  # the flags, and a table
-        dtype = like.dtype
-        if dtype not in _EXACT or dist.get_world_size(self._over) > 2:
-            # A dtype of its own gives it a bucket of its own. In one with other gradients it shifts these, and with
-            # them the order in which three ranks or more add them up; as it is, all is bitwise what DDP computes. The
-            # sum of two ranks has one order only, and so two spare themselves the extra bucket.
-            dtype = torch.float64 if any(p.dtype != torch.float64 for p in parameters) else torch.float32
-        shell = nn.Module()
-        # First in order is last among DDP's buckets, where it keeps no other gradient waiting.
-        shell.ledger = nn.Parameter(torch.zeros(room, dtype=dtype, device=like.device))
-        shell.module = module
-        shell._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
-            *(f"module.{name}" for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())),
-            *(f"module.{name}" for name, p in module.named_parameters() if id(p) in self._covered),
-        ]
-        ddp = DistributedDataParallel(shell, process_group=self._over, init_sync=first)
-        ddp._modules.clear()
-        ddp.modules_buffers, ddp.named_module_buffers = [], {}
-        return ddp
+    def _flags(self, used: Sequence[bool], *, everything: bool) -> torch.Tensor:
+        """Which parameters this rank has used, as the ledger's gradient; without a copy to the device where all are."""
+        if not everything:
+            return torch.tensor(used, dtype=self._ledger.dtype).to(self._ledger.device, non_blocking=True)
+        if self._all_used is None:
+            self._all_used = torch.ones_like(self._ledger, requires_grad=False)
+        return self._all_used
+
+    def _unready(self) -> list[nn.Parameter]:
+        both = self._reduced
+        self._reduced = [self._ledger, *both]  # as the reducer counts them
+        try:
+            return super()._unready()
+        finally:
+            self._reduced = both
+
+
+def _make(rest: Rest, group: dist.ProcessGroup | None) -> DistributedDataParallel:
+    parameters = rest.parameters
+    taken = {parameter.dtype for parameter in parameters}
+    dtype = next(d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16) if d not in taken)
+    shell = nn.Module()
+    # First in order is last among DDP's buckets, where it keeps no other gradient waiting.
+    shell.ledger = nn.Parameter(torch.zeros(len(parameters), dtype=dtype, device=parameters[0].device))
+    ignored: list[str] = []
+    for place, root in enumerate(rest.roots):
+        shell.add_module(f"root{place}", root)
+        theirs = getattr(root, "_ddp_params_and_buffers_to_ignore", ())
+        ignored += [f"root{place}.{name}" for name in theirs]
+        ignored += [f"root{place}.{name}" for name, p in root.named_parameters() if id(p) in rest.covered]
+    for place, parameter in enumerate(rest.loose):
+        shell.register_parameter(f"loose{place}", parameter)
+    shell._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
+    ddp = DistributedDataParallel(shell, process_group=group)
+    ddp._modules.clear()
+    ddp.modules_buffers, ddp.named_module_buffers = [], {}
+    return ddp
+
+
+def _shared_buffers(root: nn.Module) -> list[torch.Tensor]:
+    ignored = getattr(root, "_ddp_params_and_buffers_to_ignore", ())
+    return [buffer for name, buffer in root.named_buffers() if name not in ignored]

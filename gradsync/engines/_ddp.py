@@ -7,9 +7,8 @@ and their hooks reach the reducer.
 
 All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/test_torch_internals.py`
 fails when it changes): `ddp.reducer` with `prepare_for_forward`, `prepare_for_backward`, `_rebuild_buckets`,
-`get_backward_stats`, `_check_reducer_finalized`, `_delay_all_reduce`, `_get_local_used_map`,
-`_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_reset_state`, `_run_comm_hook`; and the attributes of
-DDP that are named below.
+`_check_reducer_finalized`, `_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_reset_state`; and the
+attributes of DDP that are named below. Static graphs are in `_ddp_static.py`, and a rank that is alone in `_ddp_alone.py`.
 """
 
 from __future__ import annotations
@@ -21,22 +20,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
 from gradsync.engines._protocol import Engine
+from gradsync.ranks.group import is_alive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from gradsync.engines._protocol import Table
-
 # Seconds for reductions that nobody can wait for any more: torch keeps their futures to itself, and a late one would
 # write into the buckets of the next. All ranks have begun them, and a worker needs the GIL, which sleeping gives up.
 _LOST_REDUCTION = 0.2
-
-_FEW = 16  # parameters, whose times in a backward may all be those of the one before
 
 
 class _Touch(torch.autograd.Function):
@@ -61,48 +57,36 @@ class DDPEngine(Engine):
     """One `DistributedDataParallel`, whoever made it."""
 
     def __init__(self, ddp: DistributedDataParallel, module: nn.Module | None = None) -> None:
-        if ddp._delay_all_reduce_params:
-            raise GradSyncError(
-                "gradsync needs to hold a model's gradients back, but this DistributedDataParallel was made with "
-                "delay_all_reduce_named_params, which synchronises those parameters in every backward. "
-                "Leave that argument out."
-            )
+        self._check(ddp)
         assert ddp.process_group is not None, "every DistributedDataParallel has one"
         super().__init__(ddp.process_group, ddp._module_parameters)
         self._ddp = ddp
         self._sparse = _sparse_parameters(module or ddp.module)
-        self._reduced = _reduced_parameters(ddp)
-        self._stats_before: list[int] = []
-        self._gradients_before: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
+        self._reduced = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
         self._shortcut = None if module is not None else _shortcut(ddp)
-        self._lonely = self.group.size() == 1 and not self._searched and "comm_hook" not in ddp._get_ddp_logging_data()
-        self._owes_first = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
-        if len(self._reduced) != ddp._get_ddp_logging_data()["num_parameter_tensors"]:
+        self._watches: list[Any] = []  # hooks that tell whether the armed backward came by
+        self._came_by = False
+        if self._reduced and not _is_built_for(ddp, self._reduced):
             self._rebuild_reducer()
+        vars(ddp)["_gradsync_reduced"] = tuple(map(_likeness, self._reduced))
+
+    def _check(self, ddp: DistributedDataParallel) -> None:
+        check(ddp)
 
     # -- window ---------------------------------------------------------------------------------------------------
 
     def trainable(self) -> bool:
-        now = _reduced_parameters(self._ddp)
-        if not same(now, self._reduced):
-            self._reduced = now
-            if now:
-                self._rebuild_reducer()
-        return bool(now)
+        return bool(self._reduced)
 
-    def open(self, source: int) -> None:
+    def share_buffers(self, source: int) -> None:
         ddp = self._ddp
-        if ddp.forward_sync_buffers and ddp.modules_buffers and dist.get_world_size(self.group) > 1:
+        if ddp.forward_sync_buffers and ddp.modules_buffers and self.group.size() > 1:
             with torch.no_grad():
                 ddp._assign_modules_buffers()
                 with torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)):
                     ddp._sync_module_buffers(source)
 
     # -- micro-batch ----------------------------------------------------------------------------------------------
-
-    @property
-    def owes_first(self) -> bool:
-        return self._owes_first
 
     def hold(self) -> tuple[bool, bool, Any]:
         # Written through vars(): nn.Module.__setattr__ costs 1.7 us a pair, this 0.05.
@@ -112,8 +96,6 @@ class DDPEngine(Engine):
         state["_gradsync_held"] = True
         if self._shortcut is not None and not self.is_compiled and not state["_join_config"].enable:
             state["forward"] = self._shortcut
-        if self._owes_first:
-            state["_static_graph_delay_allreduce_enqueued"] = True  # else DDP's forward would queue it once more
         return found
 
     def restore(self, found: tuple[bool, bool, Any]) -> None:
@@ -124,74 +106,55 @@ class DDPEngine(Engine):
             state["forward"] = forward
         elif self._shortcut is not None:
             state.pop("forward", None)
-        if self._owes_first:
-            state["_static_graph_delay_allreduce_enqueued"] = False
 
     # -- boundary -------------------------------------------------------------------------------------------------
 
     def arm(self, loss: torch.Tensor | None) -> None:
         ddp = self._ddp
-        if self._is_alone:
-            return
         self._define_stale()
         vars(ddp)["require_backward_grad_sync"] = True  # compiled DDP's python_reducer reads it in backward
         ddp.reducer.prepare_for_forward()
         ddp.reducer.prepare_for_backward(self._outputs(loss))
-        self._stats_before = ddp.reducer.get_backward_stats()
-        watched = self._reduced if self._searched or len(self._reduced) <= _FEW else ()
-        self._gradients_before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in watched]
-        if self._owes_first:
-            # A static graph reduces at the end of its first backward. DDP's forward would arrange that.
-            ddp._static_graph_delay_allreduce_enqueued, self._owes_first = True, False
-            self._stats_before = []
-            if loss is None:
-                self._queue_delayed_reduction()
-            else:
-                loss.register_hook(lambda _: self._queue_delayed_reduction())
+        # The reducer cannot tell a reduction that is complete from one that has not begun. Where all parameters must be
+        # used, each of them tells; where some may go unused, any of them does.
+        self._came_by = False
+        for parameter in () if loss is None else self._reduced if self._searched else self._reduced[:1]:
+            self._watches.append(get_gradient_edge(parameter).node.register_prehook(self._note_visit))
 
-    def settle(self, table: Table = ()) -> Table | None:
+    def note_visit(self) -> None:
+        self._came_by = True
+
+    def settle(self) -> None:
         if self._ddp._use_python_reducer:
-            return None
-        if self._is_alone:
-            self._insist_on_use([parameter for parameter in self._reduced if parameter.grad is None])
-            return None
-        if self._is_untouched():
-            return self.reduce(table)
-        missing = self._unready()
-        never_used = [] if self._searched else [parameter for parameter in missing if parameter.grad is None]
-        self._complete(missing)
-        self._insist_on_use(never_used)
-        return None
+            self._forget_watches()
+        elif self._is_untouched():
+            self.reduce()
+        else:
+            missing = self._unready()
+            never_used = [] if self._searched else [parameter for parameter in missing if parameter.grad is None]
+            self._complete(missing)
+            if never_used:
+                raise GradSyncError(unused_message(self.named_parameters(), never_used))
 
-    def abort(self, table: Table = ()) -> Table | None:
-        if self._is_alone:
-            return None
-        if self._ddp.static_graph and not self._stats_before:
-            self._reducer._delay_all_reduce()  # its first reduction, which was queued for the end of the backward
-            return None
+    def abort(self) -> None:
         if self._is_untouched():
-            return self.reduce(table)
+            self.reduce()
+            return
         try:
             missing = self._unready()
         except RuntimeError:
             self._forget_reduction()
-            return None
+            return
         self._complete(missing)
-        return None
 
-    def reduce(self, table: Table = ()) -> Table | None:  # noqa: ARG002 - for those that carry
-        if self._is_alone:
-            return None
-        if self._ddp.static_graph:
-            self._reduce_static()
-            return None
+    def reduce(self) -> None:
         self._define_stale()
         reducer, nothing = self._ddp.reducer, self._touch(self._reduced)
         reducer.prepare_for_forward()
         reducer.prepare_for_backward(self._outputs(nothing))
-        nothing.backward()
+        with silent(self._reduced):
+            nothing.backward()
         self._rebuild_buckets()
-        return None
 
     def discard(self) -> None:
         self._note_used()
@@ -199,34 +162,34 @@ class DDPEngine(Engine):
 
     # -- the reducer ----------------------------------------------------------------------------------------------
 
-    @property
-    def _is_alone(self) -> bool:
-        """Whether there is no other rank to synchronise with, and no communication hook that wants to see gradients.
-
-        Nothing is sent then. DDP itself would have its backend add one rank up.
-        """
-        return self._lonely and not self._ddp._comm_hooks
-
-    def _insist_on_use(self, never_used: Sequence[nn.Parameter]) -> None:
-        """Raise for parameters that no micro-batch of a window used, where DDP does not look for those."""
-        if never_used:
-            raise GradSyncError(_unused_message(self.named_parameters(), never_used))
+    def _note_visit(self, _: object) -> None:
+        self._came_by = True
 
     def _is_untouched(self) -> bool:
-        """Whether the armed backward reached none of these parameters.
-
-        The reducer has noted, by parameter, how long after its arming the backward came there. Two backwards of a small
-        model can take the same time to the nanosecond, one in some ten thousand of them does, and so gradients that
-        have changed overrule it. Where all of many parameters are reached, not all of their times can be the same.
-        """
-        if self._ddp.reducer.get_backward_stats() != self._stats_before:
+        """Whether the armed backward reached none of these parameters."""
+        self._forget_watches()
+        if self._came_by:
             return False
-        return all(p.grad is grad and _version(grad) == version for p, grad, version in self._gradients_before)
+        # The one that is watched may be among those that went unused: then the reducer misses it, and says so.
+        try:
+            self._ddp.reducer._check_reducer_finalized()
+        except RuntimeError:
+            return False
+        return True
+
+    def _forget_watches(self) -> None:
+        while self._watches:
+            self._watches.pop().remove()
 
     @property
     def _searched(self) -> bool:
         """Whether parameters may go unused: DDP looks for those."""
-        return self._ddp.find_unused_parameters or self._ddp.static_graph
+        return bool(self._ddp.find_unused_parameters)
+
+    @property
+    def _orders_buckets(self) -> bool:
+        """Whether the reducer orders its buckets after the first reduction."""
+        return not self._searched
 
     def _note_used(self) -> None:
         """Take note of what held backwards have used so far, where somebody may drop it."""
@@ -255,13 +218,13 @@ class DDPEngine(Engine):
 
     def _outputs(self, loss: torch.Tensor | None) -> list[torch.Tensor]:
         """What DDP should search for unused parameters, where it is to search at all."""
-        if not self._ddp.find_unused_parameters or self._ddp.static_graph:
+        if not self._searched:
             return []
         # Without a loss to search, none is marked in advance; `settle` completes what the backward does not reach.
         return [self._touch(self._reduced) if loss is None else loss]
 
     def _touch(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """A scalar whose backward runs the gradient hooks of `parameters`, and adds nothing to any gradient."""
+        """A scalar whose backward runs the reducer's hooks of `parameters`, and adds nothing to any gradient."""
         for parameter in parameters:
             if parameter.grad is None and id(parameter) in self._sparse:
                 # The reducer takes no undefined gradient for a sparse one; nothing at all, it does.
@@ -285,34 +248,8 @@ class DDPEngine(Engine):
     def _complete(self, missing: Sequence[nn.Parameter]) -> None:
         """Make ready what a backward has left, and with it the whole reduction."""
         if missing:
-            self._touch(missing).backward()
-        self._rebuild_buckets()
-
-    def _queue_delayed_reduction(self) -> None:
-        Variable._execution_engine.queue_callback(self._reducer._delay_all_reduce)
-
-    def _reduce_static(self) -> None:
-        """Reduce bucket by bucket: a static graph counts its hooks, so that they cannot be run once more by hand."""
-        used = self._ddp.reducer._get_local_used_map().tolist()  # of the first synchronisation, and so of every one
-        # A communication hook averages; without one the reducer divides before it sums.
-        share = 1.0 if "comm_hook" in self._ddp._get_ddp_logging_data() else 1.0 / self.group.size()
-        for bucket in self._ddp.reducer._get_zeros_like_grad_buckets():
-            for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                if parameter.grad is not None:
-                    torch.mul(parameter.grad, share, out=view)
-            averaged = self._ddp.reducer._run_comm_hook(bucket).wait()
-            bucket.set_buffer(averaged[0] if isinstance(averaged, list) else averaged)
-            for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                if parameter.grad is None:
-                    parameter.grad = view.clone()
-                else:
-                    parameter.grad.copy_(view)
-        for parameter, count in zip(self._reduced, used, strict=True):
-            if not count:
-                parameter.grad = None
-        vars(self._ddp)["_gradsync_reductions"] = vars(self._ddp).get("_gradsync_reductions", 0) + 1  # for audit
-        # The ranks in a real backward rebuild their buckets after this one, if they have not yet.
-        self._ddp.reducer._push_all_rebuilt_params()
+            with silent(missing):
+                self._touch(missing).backward()
         self._rebuild_buckets()
 
     def _rebuild_buckets(self) -> None:
@@ -334,8 +271,8 @@ class DDPEngine(Engine):
         reducer = self._ddp.reducer
         time.sleep(_LOST_REDUCTION)
         reducer._reset_state()
-        if self._ddp.find_unused_parameters and not self._ddp.static_graph:
-            return  # such a reducer never orders its buckets
+        if not self._orders_buckets:
+            return
         if self._ddp._has_rebuilt_buckets:
             vars(self._ddp)["_gradsync_keeps_buckets"] = True
         else:
@@ -349,21 +286,73 @@ class DDPEngine(Engine):
         builtin = name if kind == "BuiltinCommHookType" else None  # DDP itself keeps only those written in Python
         ddp.reducer._remove_autograd_hooks()
         vars(ddp).pop("_gradsync_keeps_buckets", None)
+        vars(ddp).pop("_gradsync_used", None)
         ddp._has_rebuilt_buckets = False
         parameters, sparse = ddp._build_params_for_reducer()
         ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
-        if ddp.static_graph:
-            ddp._static_graph_delay_allreduce_enqueued, self._owes_first = False, True
-            ddp.reducer._set_static_graph()
         for hook, state in ddp._comm_hooks:
             dist._register_comm_hook(ddp.reducer, state, hook)
         if builtin is not None:
             ddp._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, builtin))
 
 
-def same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
-    """Whether these are the same objects; `==` would compare what is in them."""
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+class silent:  # noqa: N801 - reads as a word where it is used
+    """Context manager: hooks that users registered on these parameters do not run, for there is no gradient of theirs."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        dicts = ((p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)) for p in parameters)
+        self._dicts = [hooks for pair in dicts for hooks in pair if hooks]
+
+    def __enter__(self) -> None:
+        self._kept = [dict(hooks) for hooks in self._dicts]
+        for hooks in self._dicts:
+            hooks.clear()
+
+    def __exit__(self, *_: object) -> None:
+        for hooks, kept in zip(self._dicts, self._kept, strict=True):
+            hooks.update(kept)
+
+
+def check(ddp: DistributedDataParallel) -> None:
+    """Raise for what cannot be kept exact."""
+    if ddp._delay_all_reduce_params:
+        raise GradSyncError(
+            "gradsync needs to hold a model's gradients back, but this DistributedDataParallel was made with "
+            "delay_all_reduce_named_params, which synchronises those parameters in every backward. "
+            "Leave that argument out."
+        )
+    if not is_alive(ddp.process_group):
+        raise GradSyncError(
+            "A model on DistributedDataParallel needs the process group that it was wrapped with, but that one has ended. "
+            "Wrap the model anew in the group that there is now: gradsync.ddp(model.module)."
+        )
+    here = set(map(id, ddp.module.parameters()))
+    gone = [parameter for parameter in ddp._module_parameters if id(parameter) not in here]
+    if gone:
+        raise GradSyncError(
+            f"DistributedDataParallel reduces the parameters that its module had when it was wrapped, but {len(gone)} of "
+            f"them, of shape {', '.join(str(list(p.shape)) for p in gone[:3])}, are no longer in the module. Wrap the "
+            "model anew, and make the optimizer from its parameters: gradsync.ddp(model.module)."
+        )
+
+
+def _is_built_for(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) -> bool:
+    """Whether the reducer is for just these parameters, as they are now."""
+    known = vars(ddp).get("_gradsync_reduced")
+    if known is not None:
+        return bool(known == tuple(map(_likeness, reduced)))
+    if len(reduced) != ddp._get_ddp_logging_data()["num_parameter_tensors"]:
+        return False
+    if len(reduced) == len(ddp._module_parameters):
+        return True
+    # As many as it was made for, but perhaps others: its buckets know.
+    inside = {id(p) for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
+    return inside == set(map(id, reduced))
+
+
+def _likeness(parameter: nn.Parameter) -> tuple[Any, ...]:
+    """What a reducer was made for. The id is safe: DDP holds the parameter."""
+    return id(parameter), parameter.dtype, parameter.device, parameter.shape
 
 
 def _shortcut(ddp: DistributedDataParallel) -> Callable[..., Any] | None:
@@ -381,21 +370,12 @@ def _shortcut(ddp: DistributedDataParallel) -> Callable[..., Any] | None:
     return ddp.module.__call__
 
 
-def _version(gradient: torch.Tensor | None) -> int:
-    """How often it has been written to."""
-    return -1 if gradient is None else gradient._version
-
-
-def _reduced_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
-    return [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
-
-
 def _sparse_parameters(module: nn.Module) -> frozenset[int]:
     embeddings = (one for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse)
     return frozenset(id(one.weight) for one in embeddings)
 
 
-def _unused_message(named: Iterable[tuple[str, nn.Parameter]], unused: Sequence[nn.Parameter]) -> str:
+def unused_message(named: Iterable[tuple[str, nn.Parameter]], unused: Sequence[nn.Parameter]) -> str:
     names = [name for name, p in named if any(p is one for one in unused)]
     return (
         f"Every trainable parameter of a DistributedDataParallel model must be used in each window, but on this rank "

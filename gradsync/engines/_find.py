@@ -1,47 +1,35 @@
-"""Which engines hold a model's gradients in step: found by walking its modules, once a window's set-up."""
+"""Which engines hold a model's gradients in step: found by walking its modules."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from torch import nn
+import torch.distributed as dist
 
+from gradsync import _registry
 from gradsync._errors import GradSyncError
-from gradsync.engines._behind import BehindEngine
+from gradsync.engines._behind import BehindEngine, Rest
+from gradsync.ranks.group import is_alive, ranks_of, several_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.nn.parallel import DistributedDataParallel
 
     from gradsync.engines._protocol import Engine
 
-
-def _maker(where: str, name: str) -> Callable[[Any], Engine]:
-    """An engine of this package, imported as the first is made: torch.distributed.fsdp alone takes seconds."""
-
-    def make(module: nn.Module) -> Engine:
-        engine: Engine = getattr(import_module(f"gradsync.engines.{where}"), name)(module)
-        return engine
-
-    return make
-
-
-# What makes the engine for a module of some class: by the class's name for those whose import is put off, and by the
-# class for what `register` was told.
-_MAKERS: dict[str | type, Callable[[Any], Engine]] = {
-    "torch.nn.parallel.distributed.DistributedDataParallel": _maker("_ddp", "DDPEngine"),
-    "torch.distributed._composable.replicate.DDP": _maker("_replicate", "ReplicateEngine"),
-    "torch.distributed.fsdp.FSDPModule": _maker("_fsdp2", "FSDP2Engine"),
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _maker("_fsdp1", "FSDP1Engine"),
+# What makes the engine for a module of some class: the room, and the function in it. By name, because importing
+# torch.distributed.fsdp alone takes seconds.
+_MAKERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": ("_kinds", "ddp_engine"),
+    "torch.distributed._composable.replicate.DDP": ("_replicate", "replicate_engine"),
+    "torch.distributed.fsdp.FSDPModule": ("_fsdp2", "FSDP2Engine"),
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": ("_fsdp1", "FSDP1Engine"),
 }
 
-# The DDP behind a bare module. A memo: without it each epoch would pay for a DDP again. The values hold the
-# parameters but not the module, so that an entry dies with its module.
-_BEHIND: WeakKeyDictionary[nn.Module, BehindEngine] = WeakKeyDictionary()
+_KEPT = 3  # engines behind one module: as many sets of participants may take turns without making them anew
 
 
 def register(kind: type[nn.Module], make: Callable[[Any], Engine]) -> None:
@@ -49,37 +37,56 @@ def register(kind: type[nn.Module], make: Callable[[Any], Engine]) -> None:
 
     What it returns is an `Engine`; the engines of this package are the examples.
     """
-    _MAKERS[kind] = make
+    _registry.MAKERS[kind] = make
 
 
 def find(models: Iterable[nn.Module]) -> list[Engine]:
-    """The engines that are in `models` already; DDPs behind bare modules only if they are there."""
+    """The engines that are in `models` already, those behind bare modules too."""
+    models = list(models)
     engines, _ = _walk(models)
-    roots = (_BEHIND.get(_bare(model)) for model in models)
-    return [*engines, *(engine for engine in roots if engine is not None)]
+    for model in map(bare, models):
+        engines += [one for one in _behind(model) if one not in engines][-1:]
+    return engines
 
 
 def attach(
-    models: Iterable[nn.Module], agree: Callable[[nn.Module, Collection[int]], None] = lambda *_: None
+    models: Iterable[nn.Module],
+    loose: Iterable[nn.Parameter] = (),
+    agree: Callable[[dist.ProcessGroup | None, Sequence[tuple[str, nn.Parameter]]], None] = lambda *_: None,
 ) -> list[Engine]:
-    """The engines of `models`; parameters that none of them covers get DDP behind their module. Collective.
+    """The engines of `models`; what none of them covers, `loose` parameters too, gets DDP behind it. Collective.
 
-    `agree(model, covered)` is called before DDP is made for the rest, which hangs where the ranks' models differ.
+    `agree(group, named_parameters)` is called before such a DDP is made, which hangs where the ranks' models differ.
     """
     models = list(models)
     engines, covered = _walk(models)
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    group = common_group(engines)
+    if not several_ranks():
         return engines
-    group = engines[0].group if engines else None
-    for model in map(_bare, models):
-        parameters = {id(p): p for p in model.parameters() if id(p) not in covered}
-        if model not in _BEHIND and _needs_engine(parameters.values()):
-            agree(model, covered)
-            _BEHIND[model] = BehindEngine(model, covered, group)
-        if model in _BEHIND:
-            engines.append(_BEHIND[model])
-            covered |= parameters.keys()
+    for rest in _rests([bare(model) for model in models], loose, covered):
+        anchor = rest.roots[0] if rest.roots else models[0]
+        known = next((one for one in _behind(anchor) if one.is_for(rest.parameters, group)), None)
+        if known is None:
+            agree(group, list(_named(rest)))
+            known = BehindEngine(rest, group)
+            for root in {anchor, *rest.roots}:
+                _registry.BEHIND[root] = [*_behind(root), known][-_KEPT:]
+        else:
+            for root in {anchor, *rest.roots}:  # the latest comes last
+                _registry.BEHIND[root] = [*(one for one in _behind(root) if one is not known), known]
+        engines.append(known)
     return engines
+
+
+def uncovered(models: Iterable[nn.Module], engines: Iterable[Engine]) -> list[str]:
+    """The names of trainable parameters in `models` that none of `engines` keeps in step."""
+    covered = {id(parameter) for engine in engines for parameter in engine.parameters}
+    return [
+        name
+        for model in models
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in covered and _mesh(parameter) is None
+    ]
 
 
 def rest(models: Iterable[nn.Module]) -> None:
@@ -90,8 +97,37 @@ def rest(models: Iterable[nn.Module]) -> None:
 
 def behind(module: nn.Module) -> DistributedDataParallel | None:
     """The DDP that gradsync put behind a bare module, or None. Its own `module` is gone."""
-    engine = _BEHIND.get(_bare(module))
-    return None if engine is None else engine.ddp
+    engines = _behind(bare(module))
+    return engines[-1].ddp if engines else None
+
+
+def is_engine(module: nn.Module) -> bool:
+    """Whether an engine is made for a module of this class."""
+    return _make_for(type(module)) is not None
+
+
+def common_group(engines: Sequence[Engine]) -> dist.ProcessGroup | None:
+    """The group whose ranks all of these engines synchronise over; raises if they have different ones."""
+    ranks = {tuple(sorted(ranks_of(engine.group))) for engine in engines}
+    if len(ranks) > 1:
+        raise GradSyncError(
+            "All engines of one step must synchronise over the same ranks, but they do so over "
+            f"{' and over '.join(str(list(one)) for one in sorted(ranks))}. Give models on other groups a step function "
+            "of their own."
+        )
+    return engines[0].group if engines else None
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The module under torch.compile's wrapper."""
+    original = getattr(model, "_orig_mod", None)
+    return original if isinstance(original, nn.Module) else model
+
+
+def _behind(module: nn.Module) -> list[BehindEngine]:
+    """Those of a bare module whose group has not ended, the latest last."""
+    engines = _registry.BEHIND.get(module, [])
+    return [one for one in engines if is_alive(one.group)]
 
 
 def _walk(models: Iterable[nn.Module]) -> tuple[list[Engine], set[int]]:
@@ -104,7 +140,7 @@ def _walk(models: Iterable[nn.Module]) -> tuple[list[Engine], set[int]]:
             if id(module) in seen:
                 continue
             seen.add(id(module))
-            if _bare(module) is not module:
+            if bare(module) is not module:
                 compiled.update(map(id, module.modules()))
             make = _make_for(type(module))
             if make is None:
@@ -118,24 +154,67 @@ def _walk(models: Iterable[nn.Module]) -> tuple[list[Engine], set[int]]:
     return engines, covered
 
 
-def _needs_engine(bare: Iterable[nn.Parameter]) -> bool:
-    trainable = [parameter for parameter in bare if parameter.requires_grad]
-    meshes: set[Any] = {getattr(parameter, "device_mesh", None) for parameter in trainable} - {None}
-    if any(mesh.size() < dist.get_world_size() for mesh in meshes):
+def _rests(roots: Sequence[nn.Module], loose: Iterable[nn.Parameter], covered: set[int]) -> Iterator[Rest]:
+    """What is in no engine and needs one, for each type of device: a DDP takes one."""
+    inside: dict[nn.Parameter, None] = {}
+    left_out: set[int] = set()
+    for root in roots:
+        ignored = set(getattr(root, "_ddp_params_and_buffers_to_ignore", ()))
+        for name, parameter in root.named_parameters():
+            if id(parameter) in covered:
+                continue
+            if name in ignored:
+                left_out.add(id(parameter))
+            else:
+                inside[parameter] = None
+    outside = [p for p in dict.fromkeys(loose) if p not in inside and id(p) not in covered and id(p) not in left_out]
+    trainable = [parameter for parameter in (*outside, *inside) if _needs_engine(parameter)]
+    for device in dict.fromkeys(parameter.device.type for parameter in trainable):
+        mine = [parameter for parameter in trainable if parameter.device.type == device]
+        others = covered | {id(p) for p in inside if p.device.type != device}
+        ids = set(map(id, mine))
+        own = [root for root in roots if any(id(parameter) in ids for parameter in root.parameters())]
+        yield Rest(own, [p for p in outside if id(p) in ids], others, mine)
+
+
+def _named(rest: Rest) -> Iterator[tuple[str, nn.Parameter]]:
+    ids = set(map(id, rest.parameters))
+    for place, parameter in enumerate(rest.loose):
+        yield f"parameter {place} of no model", parameter
+    for root in rest.roots:
+        yield from ((name, parameter) for name, parameter in root.named_parameters() if id(parameter) in ids)
+
+
+def _needs_engine(parameter: nn.Parameter) -> bool:
+    if not parameter.requires_grad:
+        return False
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise GradSyncError(
+            "A model on several ranks needs all of its parameters before its first window, but one of a lazy module has "
+            "no shape yet. Run one forward before the first call: with torch.no_grad(): model(batch)."
+        )
+    mesh = _mesh(parameter)
+    if mesh is not None and mesh.size() < dist.get_world_size():
         raise GradSyncError(
             "Parameters that are DTensors of a part of the ranks need an engine that keeps the parts in step, but "
-            f"{'; '.join(map(str, meshes))} has none. Call fully_shard or replicate on the model, with the mesh's "
-            "data-parallel dimension."
+            f"{mesh} has none. Call fully_shard or replicate on the model, with the mesh's data-parallel dimension."
         )
-    return bool(trainable) and not meshes  # on a mesh of all ranks, DTensor itself keeps them in step
+    return mesh is None  # on a mesh of all ranks, DTensor itself keeps them in step
+
+
+def _mesh(parameter: nn.Parameter) -> Any:
+    return getattr(parameter, "device_mesh", None)
 
 
 def _make_for(kind: type[nn.Module]) -> Callable[[Any], Engine] | None:
     for base in kind.__mro__:
         if base is nn.Module:
             break
-        make = _MAKERS.get(base) or _MAKERS.get(f"{base.__module__}.{base.__qualname__}")
-        if make is not None:
+        if base in _registry.MAKERS:
+            return _registry.MAKERS[base]
+        where = _MAKERS.get(f"{base.__module__}.{base.__qualname__}")
+        if where is not None:
+            make: Callable[[Any], Engine] = getattr(import_module(f"gradsync.engines.{where[0]}"), where[1])
             return make
     return None
 
@@ -152,9 +231,3 @@ def _refuse_unknown(module: nn.Module) -> None:
             f"{kind.__module__}.{kind.__qualname__}. Teach it with "
             f"gradsync.engines.register({kind.__name__}, make_engine), or use DistributedDataParallel or fully_shard."
         )
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    """The module under torch.compile's wrapper."""
-    original = getattr(model, "_orig_mod", None)
-    return original if isinstance(original, nn.Module) else model

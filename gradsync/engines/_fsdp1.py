@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 
-    from gradsync.engines._protocol import Table
-
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
@@ -132,23 +130,20 @@ class FSDP1Engine(Engine):
                 # Set by a held backward, it would make FSDP insist on a gradient from the coming one.
                 handle.flat_param._post_backward_called = False
 
-    def settle(self, table: Table = ()) -> Table | None:  # noqa: ARG002 - carries none
+    def settle(self) -> None:
         # What only earlier micro-batches used, that backward has left as it was.
         for handle, (gradient, version) in reversed(self._held.items()):
             if handle.flat_param.grad is gradient and gradient._version == version:
                 self._reduce_held(handle)
         self._held = {}
-        return None
 
-    def abort(self, table: Table = ()) -> Table | None:  # noqa: ARG002
-        # The other ranks wait in a gather of this rank's parameters, and cannot be helped from here.
-        return None
+    def abort(self) -> None:
+        """The other ranks wait in a gather of this rank's parameters, and cannot be helped from here."""
 
-    def reduce(self, table: Table = ()) -> Table | None:  # noqa: ARG002
+    def reduce(self) -> None:
         for handle in reversed(self._handles):
             if handle.flat_param.grad is not None and _is_whole(handle.flat_param, handle.flat_param.grad):
                 self._reduce_held(handle)
-        return None
 
     def discard(self) -> None:
         for handle in self._handles:

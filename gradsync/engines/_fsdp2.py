@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    from gradsync.engines._protocol import Table
-
 _Undo = list[tuple["FSDPParamGroup", dict[str, Any]]]
 
 
@@ -215,17 +213,15 @@ class FSDP2Engine(Engine):
         partly = [group for group in self._groups if group._partial_reduce_output is not None]
         self._switch(partly, reduce_scatter_unused_params=True)  # without a gradient it would not all-reduce the rest
 
-    def settle(self, table: Table = ()) -> Table | None:  # noqa: ARG002 - carries none
+    def settle(self) -> None:
         if self.num_held():  # modules that only earlier micro-batches used, below another root than this backward's
             self._finish()
         self._drop_unused()
-        return None
 
-    def abort(self, table: Table = ()) -> Table | None:  # noqa: ARG002
-        # The other ranks wait in a gather of this rank's parameters, and cannot be helped from here.
-        return None
+    def abort(self) -> None:
+        """The other ranks wait in a gather of this rank's parameters, and cannot be helped from here."""
 
-    def reduce(self, table: Table = ()) -> Table | None:  # noqa: ARG002
+    def reduce(self) -> None:
         depth = len(self._undo)
         self.arm(None)
         self._make_unsharded(self._params)
@@ -235,7 +231,6 @@ class FSDP2Engine(Engine):
             while len(self._undo) > depth:
                 _put_back(self._undo.pop())
         self._drop_unused()
-        return None
 
     def discard(self) -> None:
         if self._used is not None:
@@ -391,7 +386,6 @@ def _whole_group(groups: Sequence[FSDPParamGroup]) -> dist.ProcessGroup | None:
     """The group of both of HSDP's dimensions; None where there is one only."""
     info = groups[0].mesh_info if groups else None
     if not (isinstance(info, FSDPMeshInfo) and isinstance(info, DDPMeshInfo)):
-        return None
     ranks = sorted(info.mesh.mesh.flatten().tolist())
     if ranks == list(range(dist.get_world_size())):
         return dist.group.WORLD

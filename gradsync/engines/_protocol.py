@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-# A few numbers a rank, flattened. Each rank fills its own and leaves zeros elsewhere, so that a plain sum over the
-# ranks gives everybody the whole table.
-Table = Sequence[float]
-TABLE_WIDTH = 7  # numbers a rank, whole and small enough to be exact in float32
-
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -21,17 +16,16 @@ class Engine:
 
     The life of a window, as an engine sees it:
 
-        open()                                      once
+        trainable()                                 once, as it opens
         hold() ... forward, backward ... restore()  for each micro-batch; what runs in between stays local
         arm(loss), the backward, settle()           on the boundary, between its hold and its restore
         reduce()                                    instead, where the window closes without a backward
+        share_buffers(source)                       after either of these
         discard()                                   instead, where it is given up
 
     Between two calls an engine is as its user left it: `hold` returns what it found, and `restore` puts that back.
     """
 
-    #: Whether `settle` and `reduce` take a table along with the gradients.
-    carries = False
     #: Whether a forward or held backward waits for the other ranks, so that all must run equally many.
     forward_communicates = False
     #: Whether held gradients are kept out of `parameter.grad`, or change their objects there as they like.
@@ -89,11 +83,11 @@ class Engine:
         return False
 
     def trainable(self) -> bool:
-        """Read again what is trainable, as a window opens; False if nothing is."""
+        """Whether anything is trainable, asked as a window opens."""
         return any(parameter.requires_grad for parameter in self.parameters)
 
-    def open(self, source: int) -> None:
-        """A window opens: make the buffers those of the group's rank `source`. Collective."""
+    def share_buffers(self, source: int) -> None:
+        """A window closes: make the buffers those of the group's rank `source`. Collective."""
 
     def hold(self) -> Any:
         """Keep the gradients of coming backwards local; returns what was found, for `restore`."""
@@ -114,18 +108,17 @@ class Engine:
         """
         raise NotImplementedError
 
-    def settle(self, table: Table = ()) -> Table | None:  # noqa: ARG002 - for those that carry
-        """The armed backward has ended: complete its collectives.
+    def note_visit(self) -> None:
+        """The backward that `arm(None)` spoke of has reached a parameter of this engine."""
 
-        An engine that `carries` takes `table` along with the gradients and returns it summed over the ranks.
-        """
-        return None
+    def settle(self) -> None:
+        """The armed backward has ended: complete its collectives."""
 
-    def abort(self, table: Table = ()) -> Table | None:
+    def abort(self) -> None:
         """The armed backward has failed: complete its collectives, for which other ranks wait, if that can be done."""
-        return self.settle(table)
+        self.settle()
 
-    def reduce(self, table: Table = ()) -> Table | None:
+    def reduce(self) -> None:
         """Synchronise what is accumulated, without a backward; the other ranks may be in a backward of theirs."""
         raise NotImplementedError
 

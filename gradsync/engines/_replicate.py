@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed._composable.replicate import replicate
 
 from gradsync.engines._ddp import DDPEngine
+from gradsync.engines._ddp_alone import AloneEngine
+from gradsync.engines._ddp_static import StaticEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,14 +22,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class ReplicateEngine(DDPEngine):
+class _Replicated(DDPEngine):
     """One module that `torch.distributed._composable.replicate` was called on."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._state: Any = replicate.state(module)
-        if self._state._init_args:
-            self._state.lazy_init()
-        super().__init__(self._state._ddp, module)
+    def __init__(self, state: Any, module: nn.Module) -> None:
+        self._state = state
+        super().__init__(state._ddp, module)
 
     def hold(self) -> Any:
         found = self._state._no_sync, super().hold()
@@ -40,3 +40,21 @@ class ReplicateEngine(DDPEngine):
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         return zip(self._state._param_names, self._state._param_list, strict=True)
+
+
+class _ReplicatedStatic(_Replicated, StaticEngine):
+    """The same with a static graph."""
+
+
+class _ReplicatedAlone(_Replicated, AloneEngine):
+    """The same in a group of one rank."""
+
+
+def replicate_engine(module: nn.Module) -> DDPEngine:
+    """The engine of a module that `replicate` was called on."""
+    state: Any = replicate.state(module)
+    if state._init_args:
+        state.lazy_init()
+    if AloneEngine.fits(state._ddp):
+        return _ReplicatedAlone(state, module)
+    return (_ReplicatedStatic if state._ddp.static_graph else _Replicated)(state, module)

@@ -1,42 +1,125 @@
-"""What the decorator is made of, for people who keep their own loop: functions that take models and optimizers.
+'''What the decorator and the iterator are made of, for people who build a third.
 
-Nothing in here holds an optimizer or remembers a model. From the smallest: arithmetic on whole numbers (`window_size`,
-`sizes`, `correction`), functions on gradients (`normalise`, `clip`, `norm`, `all_finite`, `discard`), engines held
-and synchronised (`no_sync`, `sync_gradients`, `OpenWindow`), the boundary (`update`), and a whole loop (`sync_every`).
-"""
+    item -> Loop -> Place -> Window -> Share -> Line -> engines -> Closing -> update
 
-from gradsync.functional._agreement import insist, meet
+A `Run` opens one window after another, of a `Team`: the engines, ranks and parameters that take part. Each micro-batch
+has a `Place` in the open window. In the last place the rank's `Share` leaves as a row of a small table, the engines
+synchronise, and what came from all ranks is a `Closing`, with the factor that makes the engines' average the mean. A
+`Loop` is data that ends, on each rank at a time of its own. Nothing in here holds a model or an optimizer.
+
+Another decorator, with tails, `LossSum` and ranks that differ:
+
+>>> from gradsync import functional as F
+>>> def accumulate(steps, model, optimizer):
+...     who, loops = F.Who([model], [optimizer]), []
+...     run = F.Run("accumulate", F.Terms(steps))
+...     run.who = who
+...     def settle(closing):
+...         if closing is not None:
+...             if closing.factor is not None:
+...                 F.update([optimizer], factor=closing.factor)
+...             run.close()
+...     def decorate(function):
+...         def step(batch):
+...             place = run.start(who, loops[-1] if loops else None)
+...             with run.holding(place):
+...                 loss = function(batch)
+...                 closing = run.backward(place, loss)
+...             settle(closing)
+...             return loss
+...         def over(items):
+...             loop = F.Loop("accumulate.over", F.length(items), lambda: [run])
+...             loops.append(loop)
+...             for item, last in F.with_last(items):
+...                 loop.draw(last=last)
+...                 yield item
+...             for _, place in loop.rest():
+...                 with run.holding(place):
+...                     closing = run.miss(place)
+...                 settle(closing)
+...             loops.remove(loop)
+...         step.over = over
+...         return step
+...     return decorate
+>>> model = torch.nn.Linear(1, 1)
+>>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+>>> @accumulate(2, model, optimizer)
+... def train(batch):
+...     return F.LossSum(model(batch).square().sum(), count=len(batch))
+>>> for batch in train.over(torch.ones(5, 3, 1)):
+...     loss = train(batch)
+
+An exception would be `run.discard()`. On engines whose forward communicates, a place of `Part.REPEATS` wants the last
+micro-batch run once more, and `run.repeat(place, loss)`.
+
+Smaller parts stand alone: arithmetic (`window_size`, `sizes`, `correction`), gradients (`normalise`, `clip`, `norm`,
+`all_finite`, `discard`), engines (`no_sync`, `sync_gradients`), the update (`update`), a whole loop (`sync_every`).
+'''
+
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
+from gradsync.functional._iterator import MicroStep, sync_every
+from gradsync.functional._loop import Loop, Turn
 from gradsync.functional._loss import LossSum, detach, find_loss
 from gradsync.functional._no_sync import no_sync
-from gradsync.functional._open_window import OpenWindow
-from gradsync.functional._stream import lookahead
-from gradsync.functional._sync_every import MicroStep, sync_every
+from gradsync.functional._place import Part, Place
+from gradsync.functional._run import Run, Terms, Who
+from gradsync.functional._share import Closing, Share
+from gradsync.functional._steps import Steps, correction, sizes, window_size
+from gradsync.functional._stream import length, with_last
 from gradsync.functional._sync_gradients import sync_gradients
-from gradsync.functional._update import Update, update
-from gradsync.functional._window import Steps, correction, sizes, window_size
+from gradsync.functional._team import Team
+from gradsync.functional._update import (
+    NonFinite,
+    Update,
+    bare_optimizer,
+    check_steppable,
+    move,
+    owned,
+    refuse_nonfinite,
+    step_optimizers,
+    update,
+    zero,
+)
+from gradsync.functional._window import Window
 
 __all__ = [
+    "Closing",
+    "Loop",
     "LossSum",
     "MicroStep",
-    "OpenWindow",
+    "NonFinite",
+    "Part",
+    "Place",
+    "Run",
+    "Share",
     "Steps",
+    "Team",
+    "Terms",
+    "Turn",
     "Update",
+    "Who",
+    "Window",
     "all_finite",
+    "bare_optimizer",
+    "check_steppable",
     "clip",
     "correction",
     "detach",
     "discard",
     "find_loss",
-    "insist",
-    "lookahead",
-    "meet",
+    "length",
+    "move",
     "no_sync",
     "norm",
     "normalise",
+    "owned",
+    "refuse_nonfinite",
     "sizes",
+    "step_optimizers",
     "sync_every",
     "sync_gradients",
     "update",
     "window_size",
+    "with_last",
+    "zero",
 ]

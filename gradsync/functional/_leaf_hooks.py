@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,20 +27,31 @@ class LeafHooks:
         self._handles = []
 
 
-class PlainBackward(LeafHooks):
-    """Calls `begin` as the user's own `loss.backward()` reaches the first parameter, before any gradient is there."""
+class PlainBackward:
+    """Tells when the user's own `loss.backward()` comes to a parameter, before its gradient is there.
+
+    What counts is what accumulates: `torch.autograd.grad`, or a backward of other models, does not.
+    """
 
     def __init__(self, leaves: Iterable[torch.Tensor], begin: Callable[[], None]) -> None:
-        self.began = False
+        """`begin` is called at each parameter."""
+        self.reached: set[int] = set()  # the ids of the leaves that it came to
         self._begin = begin
-        super().__init__(leaves, self._reached)
+        # The nodes are kept, for a leaf keeps its own weakly.
+        self._nodes = [(get_gradient_edge(leaf).node, id(leaf)) for leaf in leaves if leaf.requires_grad]
+        self._handles = [node.register_prehook(partial(self._reach, leaf)) for node, leaf in self._nodes]
 
-    def _reached(self, _: torch.Tensor | None) -> None:
-        if not self.began:
-            self.began = True
-            self._begin()
+    def remove(self) -> None:
+        """Take the hooks away; again is fine."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._nodes = [], []
+
+    def _reach(self, leaf: int, _: object) -> None:
+        self.reached.add(leaf)
+        self._begin()
 
 
 def weightless(leaves: Iterable[torch.Tensor]) -> LeafHooks:
-    """Replace gradients by zeros as they arrive: exact where `loss * 0` is not, with an inf or a NaN in it."""
+    """Replace gradients by zeros when they arrive: exact where `loss * 0` is not, with an inf or a NaN in it."""
     return LeafHooks(leaves, lambda gradient: None if gradient is None else torch.zeros_like(gradient))

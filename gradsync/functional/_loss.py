@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, MutableSequence
+from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,18 +28,31 @@ class LossSum:
     loss: torch.Tensor
     count: int | float | torch.Tensor
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss, torch.Tensor):
+            raise TypeError(
+                f"LossSum(loss, count) needs the loss first, a tensor, but what came first is of type "
+                f"{type(self.loss).__name__}. Write LossSum(loss, count), or name them: LossSum(loss=..., count=...)."
+            )
+        check_count(self.count)
+
     @property
     def mean(self) -> torch.Tensor:
         """The loss per counted thing, for a log."""
         return self.loss / self.count
 
 
-SUM, MEAN = "a LossSum", "a mean"  # the kinds of losses, in words
-
-
-def kind_of(loss: torch.Tensor | LossSum | None) -> str | None:
-    """What ranks must have alike in a window: a sum or a mean; None where there is no loss."""
-    return None if loss is None else SUM if isinstance(loss, LossSum) else MEAN
+def check_count(count: object) -> None:
+    """Raise unless a loss can be a sum over `count`; its value is looked at later, by all ranks together."""
+    of_numbers = isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_complex()
+    if not of_numbers and not (isinstance(count, int | float) and not isinstance(count, bool)):
+        came = f"a tensor of shape {tuple(count.shape)}, {count.dtype}" if isinstance(count, torch.Tensor) else (
+            f"of type {type(count).__name__}"
+        )  # fmt: skip
+        raise TypeError(
+            f"The count of a LossSum must be an int, a float or a tensor with one number, but it is {came}. Pass what "
+            "the loss is a sum over, such as the number of tokens."
+        )
 
 
 _LOSSES = (torch.Tensor, LossSum)  # in every call: a union would be built anew each time
@@ -58,6 +71,7 @@ def find_loss(returned: object) -> torch.Tensor | LossSum:
         found = returned.get("loss")
     elif isinstance(returned, tuple | list) and not hasattr(returned, "loss"):
         found = returned[0] if returned else None
+        _check_single(returned)
     else:
         found = getattr(returned, "loss", None)
     if not isinstance(found, _LOSSES):
@@ -69,6 +83,17 @@ def find_loss(returned: object) -> torch.Tensor | LossSum:
     return found
 
 
+def _check_single(returned: Sequence[object]) -> None:
+    """Raise for several losses: only the first would be trained."""
+    for other in returned[1:2]:
+        inner = other.loss if isinstance(other, LossSum) else other
+        if isinstance(inner, torch.Tensor) and inner.numel() == 1 and inner.requires_grad:
+            raise GradSyncError(
+                "A step function must return one loss, first in a tuple or list, but the second item is a loss, too: a "
+                "scalar that needs a gradient. Return their sum first, and .detach() what is only to be looked at."
+            )
+
+
 def check_loss(loss: torch.Tensor) -> None:
     """Raise unless `backward` can run from `loss`."""
     if loss.numel() != 1:
@@ -76,20 +101,25 @@ def check_loss(loss: torch.Tensor) -> None:
             f"The loss must be a scalar or have one element, but its shape is {tuple(loss.shape)}. Return its mean, or "
             "its sum in a LossSum."
         )
+    if loss.is_complex():
+        raise GradSyncError(
+            f"The loss must be a real number, but it is of {loss.dtype}. Return its .real, or its .abs()."
+        )
     if not loss.requires_grad:
         raise GradSyncError(
-            "The loss must need a gradient, but it has requires_grad=False. Compute it from the model's parameters, "
-            "and neither under torch.no_grad() nor after .detach()."
+            "The loss must need a gradient, but it has requires_grad=False. Compute it from the model's parameters, of "
+            "which at least one is not frozen, and neither under torch.no_grad() nor after .detach(). To evaluate, call "
+            "the model, or the undecorated function: train_step.__wrapped__(...)."
         )
 
 
 def detach(returned: T, loss: torch.Tensor | LossSum) -> T:
     """`returned`, the same object, its loss without a graph (where it is a view in something frozen, an equal one)."""
     tensor = loss.loss if isinstance(loss, LossSum) else loss
-    if not tensor._is_view():
+    if not tensor._is_view() and not tensor.is_leaf:
         tensor.detach_()
         return returned
-    # A view cannot be detached in place: put its detached self where it stands.
+    # A view cannot be detached in place, and a parameter must not be: put its detached self where it stands.
     plain: Any = LossSum(tensor.detach(), loss.count) if isinstance(loss, LossSum) else tensor.detach()
     if returned is loss:
         return plain  # type: ignore[no-any-return]
@@ -99,7 +129,7 @@ def detach(returned: T, loss: torch.Tensor | LossSum) -> T:
         returned[0] = plain
     elif type(returned) is tuple:
         return (plain, *returned[1:])  # type: ignore[return-value, index]
-    else:
+    elif not tensor.is_leaf:
         _swap(tensor, tensor.detach())
     return returned
 

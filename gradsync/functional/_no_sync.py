@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from gradsync.engines import find
-from gradsync.functional._micro_batch import Hold
+from gradsync._errors import GradSyncError
+from gradsync.engines import find, uncovered
+from gradsync.functional._backward import Hold
+from gradsync.ranks.group import require_group, several_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gradsync.engines import Engine
 
 
 class no_sync:  # noqa: N801 - a function to its users, like torch's own
@@ -22,13 +29,28 @@ class no_sync:  # noqa: N801 - a function to its users, like torch's own
     """
 
     def __init__(self, *models: nn.Module, enabled: bool = True) -> None:
-        self._hold = Hold(find(check_modules(models, "no_sync")) if enabled else [])
+        modules = check_modules(models, "no_sync")
+        require_group("no_sync")
+        engines = find(modules) if enabled else []
+        _insist_on_engines(modules if enabled else (), engines)
+        self._hold = Hold(engines)
 
     def __enter__(self) -> None:
         self._hold.__enter__()
 
     def __exit__(self, *exception: object) -> None:
         self._hold.__exit__(*exception)
+
+
+def _insist_on_engines(models: Iterable[nn.Module], engines: Sequence[Engine]) -> None:
+    """Raise on several ranks for a model that nothing keeps in step, of which nothing could be held back."""
+    names = uncovered(models, engines) if several_ranks() else []
+    if names:
+        raise GradSyncError(
+            f"no_sync holds the gradients of an engine back, but nothing synchronises {', '.join(names[:3])}"
+            f"{' and others' if len(names) > 3 else ''} on these ranks: the model is bare. Put it on an engine first, "
+            "model = gradsync.ddp(model), or let accumulating or sync_every put DDP behind it."
+        )
 
 
 def check_modules(models: object, caller: str) -> tuple[nn.Module, ...]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradsync.engines import find
-from gradsync.functional._lost import WaitingFor
-from gradsync.functional._micro_batch import reduce
+from gradsync.functional._backward import reduce
 from gradsync.functional._no_sync import check_modules
+from gradsync.functional._team import Team
+from gradsync.ranks.group import require_group
+from gradsync.ranks.lost import WaitingFor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +26,8 @@ def sync_gradients(*models: nn.Module) -> None:
     ...     model(torch.ones(1, 2)).sum().backward()
     >>> gradsync.sync_gradients(model)
     """
-    engines = find(check_modules(models, "sync_gradients"))
+    modules = check_modules(models, "sync_gradients")
+    require_group("sync_gradients")
     with WaitingFor(lambda: "sync_gradients"):
-        reduce([engine for engine in engines if engine.trainable()])
+        team = Team("sync_gradients", modules)
+        reduce([engine for engine in team.engines if engine.trainable()])

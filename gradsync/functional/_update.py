@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from gradsync._errors import GradSyncError
 from gradsync.functional._gradients import WHOLE, all_finite, clip, normalise
-from gradsync.functional._micro_batch import named_range
+from gradsync.functional._backward import named_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
     from torch.amp import GradScaler
@@ -51,6 +51,28 @@ def update(
     >>> update([optimizer], clip_norm=1.0), weight.data, weight.grad
     (Update(stepped=True, grad_norm=tensor(0.5000)), tensor([0.5000]), None)
     """
+    made = step_optimizers(
+        optimizers, scaler=scaler, clip_norm=clip_norm, factor=factor, nonfinite=nonfinite, spread=spread
+    )
+    try:
+        if made.stepped:
+            move(schedulers)
+    finally:
+        zero(optimizers)
+    refuse_nonfinite(made, nonfinite)
+    return made
+
+
+def step_optimizers(
+    optimizers: Sequence[Optimizer],
+    *,
+    scaler: GradScaler | None = None,
+    clip_norm: float | None = None,
+    factor: float = 1.0,
+    nonfinite: NonFinite = "step",
+    spread: Spread = WHOLE,
+) -> Update:
+    """The first half of `update`: what comes before the schedulers. The gradients are still there."""
     with named_range("gradsync.update"):
         parameters = list(owned(optimizers))
         if scaler is not None and scaler.is_enabled():
@@ -59,22 +81,34 @@ def update(
                 scaler.unscale_(optimizer)
         normalise(parameters, factor)
         grad_norm = None if clip_norm is None else clip(parameters, clip_norm, spread=spread)
-        stepped = True
-        if nonfinite != "step" and not all_finite(parameters, spread=spread):
-            stepped = False
-        if stepped or scaler is not None:
-            stepped = _step(optimizers, scaler, skip=not stepped)
-        if stepped:
-            for scheduler in schedulers:
-                scheduler.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-    if not stepped and nonfinite == "raise":
+        finite = nonfinite == "step" or all_finite(parameters, spread=spread)
+        return Update(_step(optimizers, scaler, finite=finite), grad_norm)
+
+
+def move(schedulers: Iterable[Any]) -> None:
+    """The schedulers' step, which comes once an update."""
+    for scheduler in schedulers:
+        if counts_updates(scheduler):
+            updates = scheduler.__dict__.get("_gradsync_updates", 0) + 1
+            scheduler.__dict__["_gradsync_updates"] = updates
+            scheduler.step_update(updates)
+        else:
+            scheduler.step()
+
+
+def zero(optimizers: Iterable[Optimizer]) -> None:
+    """The gradients have been used."""
+    for optimizer in optimizers:
+        bare_optimizer(optimizer).zero_grad(set_to_none=True)
+
+
+def refuse_nonfinite(made: Update, nonfinite: NonFinite) -> None:
+    """Raise for an update that was not made, where that is not to go unseen."""
+    if not made.stepped and nonfinite == "raise":
         raise GradSyncError(
             "The gradients of a window must be finite under nonfinite='raise', but an inf or a NaN came. The window is "
             "discarded on every rank; look for its data, or use nonfinite='skip'."
         )
-    return Update(stepped, grad_norm)
 
 
 def owned(optimizers: Sequence[Optimizer]) -> Iterator[nn.Parameter]:
@@ -88,36 +122,63 @@ def owned(optimizers: Sequence[Optimizer]) -> Iterator[nn.Parameter]:
                     yield parameter
 
 
-def check_steppable(one: Optimizer | LRScheduler) -> None:
+def bare_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside those of Accelerate and Fabric, which has torch's hooks and gradients."""
+    inner = optimizer.__dict__.get("optimizer", optimizer.__dict__.get("_optimizer"))
+    return bare_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def check_steppable(one: Any) -> None:
     """Raise if the `step` of an optimizer or scheduler needs an argument, which the boundary does not have."""
-    step: Callable[..., object] = type(one).step
-    needed = [
-        parameter.name
-        for parameter in list(inspect.signature(step).parameters.values())[1:]
-        if parameter.default is parameter.empty
-        and parameter.kind in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}
-    ]
+    if counts_updates(one):
+        return
+    needed = _needed(type(one).step)
+    if needed and hasattr(one, "step_update"):
+        raise TypeError(
+            f"The boundary calls step_update(updates) of this {type(one).__name__}, but it counts epochs, and would never "
+            "move. Make it with t_in_epochs=False, or keep it out of the decorated call and step it after each epoch."
+        )
     if needed:
         raise TypeError(
-            f"The boundary calls step() without arguments, but {type(one).__name__}.step needs {needed[0]!r}. "
+            f"The boundary calls step() without arguments, but {type(one).__name__}.step needs {needed!r}. "
             "Keep it out of the decorated call and step it yourself, or use gradsync.sync_every, where the update is "
             "yours."
         )
 
 
-def _step(optimizers: Sequence[Optimizer], scaler: GradScaler | None, *, skip: bool) -> bool:
+def counts_updates(scheduler: Any) -> bool:
+    """Whether it is a scheduler of timm's kind that is told the number of updates."""
+    return callable(getattr(scheduler, "step_update", None)) and not getattr(scheduler, "t_in_epochs", True)
+
+
+def _needed(step: Callable[..., object]) -> str | None:
+    """The first argument that a method cannot do without."""
+    kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    parameters = list(inspect.signature(step).parameters.values())[1:]
+    return next((p.name for p in parameters if p.default is p.empty and p.kind in kinds), None)
+
+
+def _step(optimizers: Sequence[Optimizer], scaler: GradScaler | None, *, finite: bool) -> bool:
+    """Step all optimizers, or none of them."""
     if scaler is None or not scaler.is_enabled():
-        if not skip:
+        if finite:
             for optimizer in optimizers:
                 optimizer.step()
-        return not skip
-    # The public way to learn whether a scaler let its optimizers step; fused ones are called either way.
-    before = scaler.get_scale()
-    if not skip:
+        return finite
+    # A scaler asks for each optimizer by itself whether it came upon an inf. An update is one thing: none of them steps
+    # if any did. The gradients are unscaled, and so nothing else of the scaler's own `step` is needed.
+    flags = [flag for optimizer in optimizers for flag in scaler._found_inf_per_device(optimizer).values()]
+    odd = torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).sum() if flags else None
+    if odd is not None:
+        for flag in flags:
+            flag.copy_(odd.clamp(max=1.0), non_blocking=True)
+    stepped = finite and not (odd is not None and bool(odd))
+    if stepped:
         for optimizer in optimizers:
-            scaler.step(optimizer)
-    scaler.update()
-    return not skip and scaler.get_scale() >= before
+            optimizer.step()
+    if flags:
+        scaler.update()
+    return stepped
 
 
 def _ensure_scale(scaler: GradScaler, parameters: Sequence[nn.Parameter], spread: Spread) -> None:

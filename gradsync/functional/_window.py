@@ -1,67 +1,176 @@
-"""The arithmetic of windows: integers in, integers out, nothing of torch."""
+"""One window: the micro-batches since the last boundary. It is born open, of a team, and dies closed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradsync._errors import GradSyncError
+from gradsync.functional._count import Count
+from gradsync.functional._loss import LossSum, check_loss
+from gradsync.functional._share import MEANS, NOBODY, NOTHING, SUMS, Share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterable, Mapping
 
-Steps: TypeAlias = "int | Callable[[int], int]"
-"""How many micro-batches a window has: a number, or a function of the window's number."""
+    from torch import nn
+    from torch.amp import GradScaler
 
-
-def check_steps(steps: object) -> None:
-    """Raise unless `steps` can say how long a window is."""
-    if not callable(steps):
-        _check_size(steps, "steps")
+    from gradsync.functional._team import Team
 
 
-def window_size(steps: Steps, window: int) -> int:
-    """How many micro-batches window number `window` is planned to have.
+class Window:
+    """What came so far on this rank: how many micro-batches, what they were sums over, their losses.
 
-    >>> window_size(4, 0), window_size(lambda window: min(1 + window, 8), 2)
-    (4, 3)
+    `index` counts calls, those too that brought nothing.
     """
-    if isinstance(steps, int):
-        return steps
-    size = steps(window)
-    _check_size(size, f"steps({window})")
-    return size
 
+    __slots__ = (
+        "_seeds",
+        "active",
+        "count",
+        "failed",
+        "index",
+        "kind",
+        "losses",
+        "num_micro_batches",
+        "num_own",
+        "number",
+        "scale",
+        "size",
+        "team",
+    )
 
-def sizes(num_micro_batches: int, steps: Steps) -> Iterator[int]:
-    """The windows that `num_micro_batches` fall into, the tail included.
+    def __init__(self, team: Team, number: int, size: int, seeds: dict[Any, torch.Tensor]) -> None:
+        self.team = team
+        self.number = number
+        self.size = size
+        self.active = [engine for engine in team.engines if engine.trainable()]
+        self.index = 0
+        self.num_own = 0  # calls of this rank: no repetitions
+        self.num_micro_batches = 0
+        self.kind = NOTHING
+        self.count = Count()
+        self.losses: list[torch.Tensor] = []
+        self.failed = False  # whether a backward failed in it
+        self.scale: Scale | None = None
+        self._seeds = seeds
 
-    >>> list(sizes(10, 4))
-    [4, 4, 2]
-    """
-    window = 0
-    while num_micro_batches > 0:
-        size = min(window_size(steps, window), num_micro_batches)
-        yield size
-        num_micro_batches -= size
-        window += 1
+    def take(self, loss: torch.Tensor | LossSum) -> torch.Tensor:
+        """Count a micro-batch; returns what to run backward from."""
+        if isinstance(loss, LossSum):
+            tensor, kind = loss.loss, SUMS
+            check_loss(tensor)
+        else:
+            tensor, kind = loss, MEANS
+            check_loss(tensor)
+        if kind != self.kind:
+            if self.kind != NOTHING:
+                raise GradSyncError(
+                    "All losses of a window must be of one kind, but a LossSum and a mean came. Return a LossSum in "
+                    "each micro-batch, or in none."
+                )
+            self.kind = kind
+        if isinstance(loss, LossSum):
+            self.count.add(loss.count)
+        self.num_micro_batches += 1
+        self.losses.append(tensor.detach().clone())  # a copy, because the caller may write to the one it gets back
+        return tensor
 
+    def seed(self, loss: torch.Tensor) -> torch.Tensor | None:
+        """The gradient that backward begins with: to the bit what `loss / size` would send on, without the division."""
+        if self.kind == SUMS:
+            return None
+        key = (self.size, loss.dtype, loss.device, loss.shape)
+        seed = self._seeds.get(key)
+        if seed is None:
+            if len(self._seeds) > 16:  # a user's steps may take any number of values
+                self._seeds.clear()
+            seed = self._seeds[key] = torch.ones_like(loss, requires_grad=False) / self.size
+        return seed
 
-def correction(planned: int, num_ranks: int, num_micro_batches: int) -> float:
-    """What makes the engine's average the mean over all micro-batches of all ranks.
-
-    Each rank divides each loss by the `planned` size as it comes, and the engine divides their sum by the number of
-    ranks. Right for a full window; where `num_micro_batches` in all have come in, this is what is missing. It is
-    exactly 1.0 for a full window, which therefore costs no multiplication.
-
-    >>> correction(4, 2, 8), correction(4, 2, 5)
-    (1.0, 1.6)
-    """
-    return planned * num_ranks / num_micro_batches
-
-
-def _check_size(size: object, what: str) -> None:
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(
-            f"{what} must be a positive int, or steps a function of the window's number that returns one, but it is "
-            f"{size!r} of type {type(size).__name__}. Write, for example, steps=4."
+    def share(self, *, closing: float = NOBODY, opened: float = NOBODY, left: float = 0.0, once: float = 0.0) -> Share:
+        """What this rank brings."""
+        total: float | torch.Tensor = 0.0
+        if self.losses:
+            total = self.losses[0] if len(self.losses) == 1 else torch.stack([one.reshape(()) for one in self.losses]).sum()
+        return Share(
+            num_micro_batches=float(self.num_micro_batches),
+            num_calls=float(self.num_own),
+            size=float(self.size),
+            kind=self.kind,
+            count=self.count.total,
+            loss=total,
+            failed=float(self.failed),
+            closing=closing,
+            open=opened,
+            left=left,
+            once=once,
         )
-    if size < 1:
-        raise ValueError(f"{what} must be at least 1, the micro-batches in a window, but it is {size}.")
+
+    def state(self) -> dict[str, Any]:
+        """What came so far, but for the gradients: numbers and tensors."""
+        return {
+            "size": self.size,
+            "calls": self.num_own,
+            "num_micro_batches": self.num_micro_batches,
+            "kind": self.kind,
+            "count": self.count.state(),
+            "losses": [loss.clone() for loss in self.losses],
+            "failed": self.failed,
+            "scale": None if self.scale is None else self.scale.value.clone(),
+        }
+
+    def load(self, state: Mapping[str, Any], index: int) -> None:
+        """Put that back into a window that has just been opened."""
+        device = self.team.parameters[0].device
+        self.index, self.num_own = index, state["calls"]
+        self.num_micro_batches, self.kind, self.failed = state["num_micro_batches"], state["kind"], state["failed"]
+        self.count.load(state["count"])
+        self.losses = [loss.to(device) for loss in state["losses"]]
+        self.scale = None if state["scale"] is None else Scale(state["scale"].to(device))
+
+
+class Scale:
+    """By what a window's losses are multiplied under a `GradScaler`: the same from its first to its last.
+
+    The scaler may be shared, and change in the middle of this window as another one closes.
+    """
+
+    __slots__ = ("_version", "value")
+
+    def __init__(self, value: torch.Tensor, version: tuple[int, int] | None = None) -> None:
+        self.value = value
+        self._version = version  # which scale of the scaler's it is, to be told without a look at the device
+
+    @classmethod
+    def of(cls, scaler: GradScaler, like: torch.Tensor) -> Scale:
+        """The scaler's own, as it is now."""
+        if scaler._scale is None:
+            scaler._lazy_init_scale_growth_tracker(like.device)
+        current = _current(scaler)
+        return cls(current.clone(), (id(current), current._version))
+
+    def apply(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss, scaled."""
+        return loss * self.value.to(loss.device, non_blocking=True)
+
+    def correct(self, parameters: Iterable[nn.Parameter], scaler: GradScaler) -> None:
+        """Make gradients that were scaled by this the ones that the scaler will unscale; waits for nothing."""
+        if scaler._scale is None:
+            return
+        current = _current(scaler)
+        if self._version == (id(current), current._version):
+            return
+        factor = current / self.value.to(current.device)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                local = getattr(parameter.grad, "to_local", lambda p=parameter: p.grad)()
+                local.mul_(factor.to(local.device, non_blocking=True))
+
+
+def _current(scaler: GradScaler) -> torch.Tensor:
+    scale = scaler._scale  # get_scale() waits for the device
+    assert scale is not None, "made by now"
+    return scale

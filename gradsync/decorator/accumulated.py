@@ -9,7 +9,7 @@ from typing_extensions import ParamSpec, Self
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from gradsync._progress import Progress
+    from gradsync.decorator.progress import Progress
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

@@ -1,10 +1,8 @@
-"""How ranks agree in words: through the store, seldom. In numbers, once a window, they agree in `_tally`."""
+"""How ranks agree in words: through the store, seldom. In numbers, once a window, they agree in `line`."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # TimeoutError itself only since Python 3.11
@@ -12,13 +10,12 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from gradsync._errors import GradSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    from torch import nn
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 T = TypeVar("T")
 
@@ -38,7 +35,8 @@ def meet(group: dist.ProcessGroup | None, topic: str, saying: Mapping[str, Any])
         raise GradSyncError(
             "All ranks must do the same thing at the same time, but they are at different places: "
             + "; ".join(f"rank {r} at {other}" for r, (other, _) in enumerate(said))
-            + ". Look for a rank with another number of micro-batches; .over(...) allows for that."
+            + ". Look for a rank that left its loop, or that has another number of micro-batches; .over(...) allows for "
+            "different numbers, and a loop is left early on all ranks together."
         )
     return [words for _, words in said]
 
@@ -82,28 +80,6 @@ def agreed(values: Sequence[tuple[int, T]], what: str, advice: str = _ONE_MODEL)
 def ranks_where(flags: Iterable[bool]) -> str:
     """The ranks whose flag is set, as an error names them; empty if there are none."""
     return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
-
-
-def agree_on_kind(group: dist.ProcessGroup | None, topic: str, kind: str | None, **words: Any) -> str | None:
-    """Which kind of loss the ranks have, those that have one; and the `words` must be the same on all."""
-    said = meet(group, topic, {**words, "loss": kind})
-    insist([{key: one[key] for key in words} for one in said])
-    return agreed([(rank, one["loss"]) for rank, one in enumerate(said) if one["loss"]], "kind of loss")
-
-
-def agree_on_model(model: nn.Module, covered: Collection[int] = ()) -> None:
-    """Raise on every rank if the ranks' trainable parameters differ; those `covered` by an engine may (FSDP1)."""
-    shapes = [
-        (name, tuple(p.shape), str(p.dtype))
-        for name, p in model.named_parameters()
-        if p.requires_grad and id(p) not in covered
-    ]
-    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]
-    words = {
-        "trainable parameters": f"{len(shapes)} of {sum(math.prod(shape) for _, shape, _ in shapes)} elements "
-        f"(names, shapes and dtypes hash to {digest})"
-    }
-    insist(meet(dist.group.WORLD, f"the first use of a {type(model).__name__}", words))
 
 
 def nothing_here(topic: str) -> None:
@@ -213,13 +189,14 @@ def wait_for(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: s
             if over and missing:
                 raise GradSyncError(
                     f"Every rank must come to {topic}, but rank {', '.join(map(str, missing))} did not within the "
-                    "process group's time-out. It ended, failed, or has another number of micro-batches; .over(...) "
-                    "allows for that."
+                    "process group's time-out. It ended, failed, left its loop early, or has another number of "
+                    "micro-batches. Leave a loop on all ranks together, and let .over(...) hold what differs in number."
                 )
         time.sleep(min(max(waited / 16, 5e-5), 0.2))
 
 
 def _timeout(group: dist.ProcessGroup) -> float:
-    # No public getter in torch 2.13.
+    # No public getter in torch 2.13; a backend of somebody else's may have no options.
     backend = group._get_backend(group._device_types[0])
-    return float(backend.options._timeout.total_seconds())
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None) or default_pg_timeout
+    return float(timeout.total_seconds())

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import wrapt
 from typing_extensions import ParamSpec
 
-from gradsync._cast import Casting, Naming
-from gradsync._settings import Settings, Sync, Tail
-from gradsync._windows import Windows, over
-from gradsync.functional._stream import length
+from gradsync.decorator.casting import Casting, Naming
+from gradsync.decorator.over import Over, over
+from gradsync.decorator.registry import Registry
+from gradsync.decorator.settings import Settings, Sync, Tail
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
-    from gradsync._progress import Progress
-    from gradsync._typing import Accumulated
-    from gradsync.functional._update import NonFinite
-    from gradsync.functional._window import Steps
+    from gradsync.decorator.accumulated import Accumulated
+    from gradsync.decorator.progress import Progress
+    from gradsync.functional import NonFinite, Steps
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,6 +39,7 @@ def accumulating(
     sync: Sync = "window",
     nonfinite: NonFinite = "step",
     skip: type[Exception] | tuple[type[Exception], ...] = (),
+    on_update: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, R]], Accumulated[P, R]]:
     """Make a step function accumulate: each call is a micro-batch, each `steps` calls an update.
 
@@ -54,6 +54,8 @@ def accumulating(
       all-reduces at the boundary (HSDP).
     - `nonfinite`: what a window with an inf or a NaN in its gradients does: "step" (no check), "skip", "raise".
     - `skip`: exception types that drop one micro-batch on one rank instead of ending the run.
+    - `on_update`: called with the `progress` after each update on every rank, those too that a rank makes after its own
+      data has ended; of a method it gets the instance first.
 
     >>> @gradsync.accumulating(steps=2)
     ... def train_step(model, optimizer, batch):
@@ -74,6 +76,7 @@ def accumulating(
         sync=sync,
         nonfinite=nonfinite,
         skip=skip if isinstance(skip, tuple) else (skip,),
+        on_update=on_update,
     )
 
     def decorate(function: Callable[P, R]) -> Accumulated[P, R]:
@@ -83,67 +86,65 @@ def accumulating(
     return decorate
 
 
-class Over(Generic[T]):
-    """An iterable whose loop knows its last item."""
-
-    def __init__(self, iterable: Iterable[T], windows: Windows, instance: object) -> None:
-        # One look-ahead for the `.over`s of several functions: the outer one's would end the inner one too soon.
-        self._iterable: Iterable[T] = iterable
-        self._decorated: list[tuple[Windows, object]] = [(windows, instance)]
-        if isinstance(iterable, Over):
-            self._iterable, self._decorated = iterable._iterable, [*iterable._decorated, (windows, instance)]
-
-    def __iter__(self) -> Iterator[T]:
-        return over(self._iterable, self._decorated)
-
-
-class SizedOver(Over[T]):
-    """The same for one that has a length."""
-
-    def __len__(self) -> int:
-        return len(self._iterable)  # type: ignore[arg-type]
-
-
 class _Controls:
     """What a decorated function has, bound or not."""
 
     @property
-    def _windows(self) -> Windows:
+    def _registry(self) -> Registry:
         raise NotImplementedError
 
     @property
     def _instance(self) -> object:
         return None
 
-    @property
-    def _key(self) -> int | None:
-        return None if self._instance is None else id(self._instance)
-
     def over(self, iterable: Iterable[T]) -> Over[T]:
-        kind = Over if length(iterable) is None else SizedOver
-        return kind(iterable, self._windows, self._instance)
+        """The iterable again, sized if it was; its last call closes the window.
+
+        Ranks may hold different numbers of items. What reads ahead goes inside: `step.over(prefetch(loader))`.
+        """
+        return over(iterable, self._registry, self._instance)
 
     def flush(self) -> None:
-        self._windows.flush(self._instance)
+        """Close the open windows now. Collective: every rank calls it, after as many closed windows."""
+        self._registry.flush(self._instance)
 
     def reset(self) -> None:
-        self._windows.reset(self._key)
+        """Discard the open windows, with their gradients."""
+        self._registry.reset(self._instance)
 
     @property
     def progress(self) -> Progress:
-        return self._windows.progress(self._key)
+        """Where the window that was called last stands."""
+        return self._registry.progress(self._instance)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._windows.state_dict(self._key)
+        """The counters, and mid-window this rank's gradients: plain dicts, numbers and tensors."""
+        return self._registry.state_dict(self._instance)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._windows.load_state_dict(state, self._instance)
+        """Put back what `state_dict` returned. Before the first call it waits for that, and is checked against it."""
+        self._registry.load_state_dict(state, self._instance)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_OWN})
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _SETTINGS:
+            raise AttributeError(
+                f"{name} of a decorated function is what it was decorated with, and cannot be set to {value!r} later. "
+                "Decorate with the other value; steps may be a function of the window's number."
+            )
+        super().__setattr__(name, value)
+
+
+_OWN = ("over", "flush", "reset", "progress", "state_dict", "load_state_dict")
+_SETTINGS = {*Settings.__dataclass_fields__, "model", "optimizer", "scheduler", "scaler"}
 
 
 class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
     @property
-    def _windows(self) -> Windows:
-        return self._self_parent._self_windows  # type: ignore[no-any-return]
+    def _registry(self) -> Registry:
+        return self._self_parent._self_registry  # type: ignore[no-any-return]
 
     @property
     def _instance(self) -> object:
@@ -167,7 +168,10 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
     __bound_function_wrapper__ = _BoundAccumulating
 
     def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
-        windows = Windows(getattr(function, "__qualname__", repr(function)).rpartition("<locals>.")[2], settings)
+        code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+        place = (code.co_filename, code.co_firstlineno) if code is not None else ("gradsync", 0)
+        name = getattr(function, "__qualname__", repr(function)).rpartition("<locals>.")[2]
+        windows = Registry(name, settings, place)
 
         bound = inspect.ismethod(function)  # decorated as such: wrapt finds its instance, .over and .progress do not
 
@@ -175,12 +179,15 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
             return windows.call(wrapped, None if bound else instance, args, kwargs)
 
         super().__init__(function, call)
-        self._self_windows = windows
+        self._self_registry = windows
         weakref.finalize(self, windows.warn_if_open)
 
     @property
-    def _windows(self) -> Windows:
-        return self._self_windows
+    def _registry(self) -> Registry:
+        return self._self_registry
+
+    def __repr__(self) -> str:
+        return f"<{self.__wrapped__!r} under accumulating, with {', '.join('.' + own for own in _OWN)}>"
 
     # A function is copied as itself and pickled by its name, and so is this one: its windows are the program's.
     def __reduce__(self) -> str:

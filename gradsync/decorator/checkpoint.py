@@ -1,0 +1,164 @@
+"""What `state_dict` of a decorated function returns, read back: its shape, and which of it can be checked when."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsync._errors import GradSyncError
+from gradsync.decorator.progress import Progress
+from gradsync.functional import window_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from gradsync.decorator.call import Call
+
+    from gradsync.functional import Steps
+
+VERSION = 2
+_COUNTERS = ("micro_steps", "updates", "window", "skipped", "dropped", "replays")
+
+# What FSDP1, activation checkpointing and torch.compile call the module that they wrap.
+_WRAPPED = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+
+OR_WITHOUT_IT = "; or, if it was saved at a boundary, go on without it: it then holds counters only."
+"""How an error about a state ends."""
+
+
+def windows_in(state: object) -> list[dict[str, Any]]:
+    """The states of a function's windows, in the order of their first call."""
+    version = state.get("version") if isinstance(state, dict) else None
+    if not isinstance(state, dict) or version != VERSION:
+        raise ValueError(
+            f"load_state_dict needs what state_dict of a decorated function returned, version {VERSION}, but what came "
+            + (f"has version {version!r}." if isinstance(state, dict) else f"is of type {type(state).__name__}.")
+        )
+    return list(state["windows"])
+
+
+def check_steps_of(state: Mapping[str, Any], name: str, steps: Steps) -> None:
+    """Raise if a state was saved with other steps; where these are functions, that shows in an open window only."""
+    saved, here = state["steps"], steps
+    if state["index"]:
+        saved, here = state["size"], window_size(steps, state["window"])
+    if isinstance(saved, int) and isinstance(here, int) and saved != here:
+        raise GradSyncError(
+            f"A state of {name} can be loaded with the steps that it was saved with, {saved}, but there are {here}. "
+            f"Use the same{OR_WITHOUT_IT}"
+        )
+
+
+def progress_in(state: Mapping[str, Any]) -> Progress:
+    """Where a state stands that waits for its window's first call."""
+    return Progress(**{name: state[name] for name in (*_COUNTERS, "index", "size")})
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module in `DistributedDataParallel` and `torch.compile`."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
+
+
+def own_names(names: Iterable[str]) -> dict[str, str]:
+    """Each parameter's name without its wrappers', or the name itself where two would become one."""
+    own = {}
+    for name in names:
+        *modules, last = name.split(".")
+        own[name] = ".".join([*(module for module in modules if module not in _WRAPPED), last])
+    count = Counter(own.values())
+    return {name: short if count[short] == 1 else name for name, short in own.items()}
+
+
+def check_state(
+    state: Mapping[str, Any], name: str, steps: Steps, place: tuple[int, int], names: Mapping[str, nn.Parameter]
+) -> None:
+    """Raise if a state belongs to other steps, models or ranks. `place` is this rank, and of how many."""
+    rank, num_ranks = place
+    here = {name: list(parameter.shape) for name, parameter in names.items()}
+    check_steps_of(state, name, steps)
+    if state["num_ranks"] != num_ranks:
+        raise GradSyncError(
+            f"A state of {name} can be loaded on as many ranks as it was saved on, {state['num_ranks']}, but "
+            f"there are {num_ranks}. Start that many{OR_WITHOUT_IT}"
+        )
+    if state["index"] and state["rank"] != rank:
+        raise GradSyncError(
+            f"A state of {name} in the middle of a window holds the gradients of the rank that saved it, rank "
+            f"{state['rank']}, but it is loaded on rank {rank}: they would count twice. Save a state on each rank, and "
+            f"load each rank's own{OR_WITHOUT_IT}"
+        )
+    if state["parameters"] != here:
+        saved = state["parameters"]
+        odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
+        raise GradSyncError(
+            f"A state of {name} can be loaded for the parameters that it was saved for, names and shapes, but "
+            f"these differ in {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Call it with the same "
+            f"models and optimizers{OR_WITHOUT_IT}"
+        )
+
+
+def save(call: Call) -> dict[str, Any]:
+    """The counters of one (function, instance, optimizers), and what its open window holds: plain values and tensors."""
+    run, progress = call.run, call.progress
+    team = run.fit()
+    names, steps = names_of(call), call.settings.steps
+    state: dict[str, Any] = {
+        **{name: getattr(progress, name) for name in _COUNTERS},
+        "index": progress.index,
+        "size": progress.size,
+        "steps": steps if isinstance(steps, int) else None,
+        "num_ranks": team.num_ranks,
+        "rank": team.rank,
+        "parameters": {name: list(parameter.shape) for name, parameter in names.items()},
+    }
+    if run.window is not None and run.index:
+        held = team.held_gradients()
+        state["open"] = {
+            **run.window.state(),
+            "gradients": {name: held[p].detach().clone() for name, p in names.items() if p in held},
+        }
+    return state
+
+
+def load(call: Call, state: Mapping[str, Any], *, dry: bool = False) -> None:
+    """Take over a state; where it is a dry run, only raise if it does not fit. It does not communicate."""
+    run, names = call.run, names_of(call)
+    team = run.fit()
+    if dry:
+        check_state(state, call.name, call.settings.steps, (team.rank, team.num_ranks), names)
+        return
+    call.begin_anew()
+    call.num_steps, call.num_updates, call.num_skipped, call.num_replays = (
+        state[name] for name in ("micro_steps", "updates", "skipped", "replays")
+    )
+    run.number, run.num_dropped = state["window"], state["dropped"]
+    if state["index"]:
+        window = run.open(team)
+        window.load(state["open"], state["index"])
+        held = state["open"]["gradients"]
+        team.load_held({names[name]: gradient.to(names[name].device).clone() for name, gradient in held.items()})
+        call.watch.resume(team)
+
+
+def names_of(call: Call) -> dict[str, nn.Parameter]:
+    """The parameters by their names: the same however the model is wrapped."""
+    models, team = call.run.who.models, call.run.fit()
+    mine = {id(parameter): parameter for parameter in team.parameters}
+    # After `rest`, a rank that is asked alone would wait alone for its next forward's gather.
+    for engine in team.engines:
+        mine.update((id(stand_in), parameter) for stand_in, parameter in engine.gathered.items())
+    several = len(models) > 1
+    names: dict[str, nn.Parameter] = {}
+    for place, model in enumerate(models):
+        inside = dict(unwrapped(model).named_parameters())
+        for name, own in own_names(inside).items():
+            if id(inside[name]) in mine:
+                names[f"{place}.{own}" if several else own] = mine[id(inside[name])]
+    named = set(map(id, names.values()))
+    # What the optimizers have besides, in their order.
+    others = [parameter for parameter in team.parameters if id(parameter) not in named]
+    return names | {f"optimizer parameter {place}": parameter for place, parameter in enumerate(others)}

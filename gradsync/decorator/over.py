@@ -1,0 +1,91 @@
+"""`.over`: an iterable whose loop knows its last item, and goes on with the other ranks after it."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from gradsync._errors import GradSyncError
+from gradsync.functional import Loop, length, with_last
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from gradsync.decorator.registry import Registry
+    from gradsync.functional import Run
+
+T = TypeVar("T")
+_Decorated = tuple["Registry", object]  # a function's windows, and the instance that it is a method of
+
+
+def over(iterable: Iterable[T], registry: Registry, instance: object) -> Over[T]:
+    """The iterable, sized if it was."""
+    return (Over if length(iterable) is None else SizedOver)(iterable, registry, instance)
+
+
+class Over(Generic[T]):
+    """An iterable whose loop knows its last item."""
+
+    def __init__(self, iterable: Iterable[T], registry: Registry, instance: object) -> None:
+        # One loop for the `.over`s of several functions: the outer one's would end the inner one too soon.
+        self._iterable: Iterable[T] = iterable
+        self._decorated: list[_Decorated] = [(registry, instance)]
+        if isinstance(iterable, Over):
+            self._iterable, self._decorated = iterable._iterable, [*iterable._decorated, (registry, instance)]
+
+    def __iter__(self) -> Iterator[T]:
+        decorated = self._decorated
+        name = f"{decorated[0][0].name}.over"
+        loop = Loop(name, length(self._iterable), lambda: _runs(decorated))
+        with ExitStack() as stack:
+            for position, (registry, instance) in enumerate(decorated):
+                stack.enter_context(registry.looping(loop, instance, position))
+            try:
+                for item, last in with_last(self._iterable, name):
+                    loop.draw(last=last)
+                    yield item
+                    _insist_on_latest(loop)
+            except GeneratorExit:
+                _warn_if_open(loop)
+                raise
+            for turn in loop.rest():
+                call = next(call for registry, _ in decorated if (call := registry.call_of(turn.run)) is not None)
+                call.take_part(turn.place)
+        for registry, instance in decorated:
+            registry.note_idle(loop, instance)
+
+
+class SizedOver(Over[T]):
+    """The same for one that has a length."""
+
+    def __len__(self) -> int:
+        return len(self._iterable)  # type: ignore[arg-type]
+
+
+def _runs(decorated: Sequence[_Decorated]) -> list[Run]:
+    return [
+        run for position, (registry, instance) in enumerate(decorated) for run in registry.runs(instance, position)
+    ]
+
+
+def _insist_on_latest(loop: Loop) -> None:
+    """Raise where another loop of the same function has begun meanwhile."""
+    if loop.is_superseded:
+        raise GradSyncError(
+            f"One loop of {loop.name} runs at a time, but another one began before this one had ended, and the calls were "
+            f"taken for its. Put several iterables into one: {loop.name}(zip(a, b)), and end a loop before the next."
+        )
+
+
+def _warn_if_open(loop: Loop) -> None:
+    """A loop is left before its data has ended."""
+    opened = [run for run in loop.called if run.index]
+    if opened and not loop.is_superseded:
+        name = loop.name.removesuffix(".over")
+        warnings.warn(
+            f"The loop over {loop.name} was left with a window open: {opened[0].index} micro-batches are accumulated. Call "
+            f"{name}.flush() to use them, on all ranks together, or {name}.reset() to drop them.",
+            RuntimeWarning,
+            stacklevel=3,
+        )

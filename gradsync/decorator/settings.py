@@ -1,0 +1,54 @@
+"""The arguments of `accumulating`, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from gradsync.functional import NonFinite, Steps, Terms
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gradsync.decorator.casting import Casting
+
+Tail = Literal["step", "drop", "carry"]
+Sync = Literal["window", "each", "shard"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user said to `accumulating`."""
+
+    steps: Steps
+    casting: Casting
+    clip_norm: float | None = None
+    tail: Tail = "step"
+    sync: Sync = "window"
+    nonfinite: NonFinite = "step"
+    skip: tuple[type[Exception], ...] = ()
+    on_update: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("tail", Tail), ("sync", Sync), ("nonfinite", NonFinite)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {get_args(allowed)}, but it is {getattr(self, name)!r}.")
+        if self.clip_norm is not None:
+            if isinstance(self.clip_norm, bool) or not isinstance(self.clip_norm, int | float):
+                raise TypeError(f"clip_norm must be a positive number or None, but it is {self.clip_norm!r}.")
+            if not self.clip_norm > 0:
+                raise ValueError(f"clip_norm must be a positive number or None, but it is {self.clip_norm!r}.")
+        if self.on_update is not None and not callable(self.on_update):
+            raise TypeError(
+                f"on_update must be a function of the progress, but it is {self.on_update!r}. Write, for example, "
+                "on_update=lambda progress: ema.update()."
+            )
+        for kind in self.skip:
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                raise TypeError(f"skip must be a tuple of exception types, but {kind!r} is in it. Pass the classes.")
+        self.terms()  # which looks at the steps
+
+    def terms(self) -> Terms:
+        """What the ranks must have alike."""
+        words = {"nonfinite": self.nonfinite, "clip_norm": self.clip_norm}
+        return Terms(self.steps, self.tail, sync=self.sync, skip=self.skip, words=words)

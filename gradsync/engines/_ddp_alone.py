@@ -1,0 +1,34 @@
+"""DDP on a rank that is alone: nothing is sent. DDP itself would have its backend add one rank up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradsync._errors import GradSyncError
+from gradsync.engines._ddp import DDPEngine, unused_message
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+
+class AloneEngine(DDPEngine):
+    """One `DistributedDataParallel` in a group of one rank, without a communication hook that wants to see gradients."""
+
+    @staticmethod
+    def fits(ddp: DistributedDataParallel) -> bool:
+        """Whether this is the engine for it."""
+        searched = ddp.find_unused_parameters or ddp.static_graph
+        hooked = ddp._comm_hooks or "comm_hook" in ddp._get_ddp_logging_data()
+        return ddp.process_group is not None and ddp.process_group.size() == 1 and not searched and not hooked
+
+    def arm(self, loss: torch.Tensor | None) -> None: ...
+
+    def settle(self) -> None:
+        never_used = [parameter for parameter in self._reduced if parameter.grad is None]
+        if never_used:
+            raise GradSyncError(unused_message(self.named_parameters(), never_used))
+
+    def abort(self) -> None: ...
+
+    def reduce(self) -> None: ...

@@ -1,0 +1,113 @@
+"""DDP with a static graph, which reduces in its own way.
+
+Its first reduction comes at the end of its very first backward, which DDP's forward arranges; here it is queued. Its
+hooks count how often they run, and so cannot be run once more by hand: what is accumulated is reduced bucket by bucket.
+
+Private in torch, beside what `_ddp.py` names (read in torch 2.13): `_delay_all_reduce`, `_get_local_used_map`,
+`_run_comm_hook`, `_set_static_graph`, `_static_graph_delay_allreduce_enqueued`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd import Variable
+
+from gradsync.engines._ddp import DDPEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+
+class StaticEngine(DDPEngine):
+    """One `DistributedDataParallel` with `static_graph=True`."""
+
+    def __init__(self, ddp: DistributedDataParallel, module: nn.Module | None = None) -> None:
+        self._owes_first = not ddp._static_graph_delay_allreduce_enqueued
+        self._is_first = False  # whether the armed backward is the very first
+        super().__init__(ddp, module)
+
+    @property
+    def owes_first(self) -> bool:
+        return self._owes_first
+
+    def hold(self) -> object:  # type: ignore[override]
+        found = super().hold()
+        if self._owes_first:
+            self._ddp._static_graph_delay_allreduce_enqueued = True  # else DDP's forward would queue it once more
+        return found
+
+    def restore(self, found: object) -> None:
+        super().restore(found)  # type: ignore[arg-type]
+        if self._owes_first:
+            self._ddp._static_graph_delay_allreduce_enqueued = False
+
+    def arm(self, loss: torch.Tensor | None) -> None:
+        super().arm(loss)
+        self._is_first = self._owes_first
+        if self._owes_first:
+            self._ddp._static_graph_delay_allreduce_enqueued, self._owes_first = True, False
+            if loss is None:
+                self._queue_delayed_reduction()
+            else:
+                loss.register_hook(lambda _: self._queue_delayed_reduction())
+
+    def abort(self) -> None:
+        if self._is_first:
+            self._reducer._delay_all_reduce()  # which was queued for the end of the backward
+        else:
+            super().abort()
+
+    def settle(self) -> None:
+        if self._is_first:
+            self._forget_watches()
+            self._complete(self._unready())
+        else:
+            super().settle()
+
+    def reduce(self) -> None:
+        used = self._reducer._get_local_used_map().tolist()  # of the first synchronisation, and so of every one
+        # A communication hook averages; without one the reducer divides before it sums.
+        share = 1.0 if "comm_hook" in self._ddp._get_ddp_logging_data() else 1.0 / self.group.size()
+        for bucket in self._reducer._get_zeros_like_grad_buckets():
+            for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if parameter.grad is not None:
+                    torch.mul(parameter.grad, share, out=view)
+            averaged = self._reducer._run_comm_hook(bucket).wait()
+            bucket.set_buffer(averaged[0] if isinstance(averaged, list) else averaged)
+            for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if parameter.grad is None:
+                    parameter.grad = view.clone()
+                else:
+                    parameter.grad.copy_(view)
+        for parameter, count in zip(self._reduced, used, strict=True):
+            if not count:
+                parameter.grad = None
+        vars(self._ddp)["_gradsync_reductions"] = vars(self._ddp).get("_gradsync_reductions", 0) + 1  # for audit
+        # The ranks in a real backward rebuild their buckets after this one, if they have not yet.
+        self._reducer._push_all_rebuilt_params()
+        self._rebuild_buckets()
+
+    @property
+    def _searched(self) -> bool:
+        return True
+
+    def _outputs(self, loss: torch.Tensor | None) -> list[torch.Tensor]:  # noqa: ARG002 - the graph is known
+        return []
+
+    @property
+    def _orders_buckets(self) -> bool:
+        return True
+
+    def _rebuild_reducer(self) -> None:
+        super()._rebuild_reducer()
+        self._ddp._static_graph_delay_allreduce_enqueued, self._owes_first = False, True
+        self._reducer._set_static_graph()
+
+    def _queue_delayed_reduction(self) -> None:
+        Variable._execution_engine.queue_callback(self._reducer._delay_all_reduce)
+

@@ -1,0 +1,19 @@
+"""Which of DDP's engines is for which DDP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradsync.engines._ddp import DDPEngine
+from gradsync.engines._ddp_alone import AloneEngine
+from gradsync.engines._ddp_static import StaticEngine
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+
+def ddp_engine(ddp: DistributedDataParallel) -> DDPEngine:
+    """The engine of one `DistributedDataParallel`."""
+    if AloneEngine.fits(ddp):
+        return AloneEngine(ddp)
+    return (StaticEngine if ddp.static_graph else DDPEngine)(ddp)

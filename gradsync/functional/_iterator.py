@@ -1,0 +1,266 @@
+"""`sync_every`: the windows of a loop that stays the user's own."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradsync._errors import GradSyncError
+from gradsync.engines import rest
+from gradsync.functional._gradients import normalise
+from gradsync.functional._leaf_hooks import PlainBackward, weightless
+from gradsync.functional._loop import Loop
+from gradsync.functional._loss import LossSum
+from gradsync.functional._no_sync import check_modules
+from gradsync.functional._place import Part, Place
+from gradsync.functional._run import Run, Terms, Who
+from gradsync.functional._steps import Steps
+from gradsync.functional._stream import length, with_last
+from gradsync.ranks.group import require_group
+from gradsync.ranks.lost import waited
+from gradsync.ranks.meet import insist, meet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import torch
+    from torch import nn
+
+    from gradsync.functional._backward import RunBackward
+    from gradsync.functional._share import Closing
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MicroStep:
+    """One micro-batch's place in its window, and its backward.
+
+    `size` is what the window was planned to have; a tail ends sooner. `last` tells that the window closes in this
+    turn. A `replay` is an item that was handed out before: the other ranks need this one to take part, and its
+    gradients weigh nothing.
+    """
+
+    index: int
+    window: int
+    size: int
+    last: bool
+    replay: bool
+    _turn: _Turn = field(repr=False)
+
+    def backward(
+        self, loss: torch.Tensor, *, count: float | torch.Tensor | None = None, run: RunBackward | None = None
+    ) -> None:
+        """Scale the loss and run its backward; on the last micro-step, synchronise and normalise the gradients.
+
+        Afterwards, on the last one, each gradient is the mean over all micro-batches of all ranks in the window. With
+        `count`, `loss` is a sum over `count` items, and the gradient is that of all sums over all counts. With AMP,
+        pass `scaler.scale(loss)`. `run` says who runs the backward: `run=accelerator.backward`.
+        """
+        self._turn.backward(self, loss if count is None else LossSum(loss, count), run)
+
+    @property
+    def empty(self) -> bool:
+        """Whether the window that this step has closed held nothing to average: counts that add up to zero.
+
+        There are no gradients then. `optimizer.step()` does nothing, and a GradScaler must not be asked to step.
+        """
+        return self._turn.is_empty
+
+
+@overload
+def sync_every(model: nn.Module | Sequence[nn.Module], steps: Steps) -> Iterator[MicroStep]: ...
+@overload
+def sync_every(
+    model: nn.Module | Sequence[nn.Module], steps: Steps, iterable: Iterable[T]
+) -> Iterator[tuple[MicroStep, T]]: ...
+def sync_every(
+    model: nn.Module | Sequence[nn.Module], steps: Steps, iterable: Iterable[T] | None = None
+) -> Iterator[MicroStep] | Iterator[tuple[MicroStep, T]]:
+    """Micro-steps that synchronise once every `steps`, for a loop that keeps its own backward and update.
+
+    With an iterable it yields `(MicroStep, item)` and closes the tail exactly, on ranks with different numbers of items
+    too; without, it is endless, to zip with a loop. What runs in the loop's body is held or not by the step that it is
+    in. Leaving the loop in any way leaves the model's engine as it was.
+
+    >>> model = torch.nn.Linear(1, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> for step, batch in gradsync.sync_every(model, 2, torch.ones(5, 3, 1)):
+    ...     step.backward(model(batch).square().mean())
+    ...     if step.last:
+    ...         print(step.window, step.index)
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    0 1
+    1 1
+    2 0
+    """
+    models = check_modules(model, "sync_every")
+    run = Run("sync_every", Terms(steps, repeats="always"))
+    require_group("sync_every")
+    return _endless(run, models) if iterable is None else _over(run, models, iterable)
+
+
+def _endless(run: Run, models: Sequence[nn.Module]) -> Iterator[MicroStep]:
+    rest(models)
+    who, turn = Who(models), _Turn(run)
+    try:
+        while True:
+            place = run.start(who)
+            if place.window == place.index == 0:
+                insist(meet(run.fit().group, "the start of sync_every", {"steps": place.size}))
+            step = turn.step(place)
+            yield from turn.take(step, place, step)
+    finally:
+        run.abandon()
+
+
+def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Iterator[tuple[MicroStep, T]]:
+    rest(models)
+    who, turn = Who(models), _Turn(run)
+    run.who = who
+    loop = Loop("sync_every", length(iterable), lambda: [run])
+    loop.calls_once(run)
+    item: Any = None
+    try:
+        for item, last in with_last(iterable, "sync_every"):
+            loop.draw(last=last)
+            place = run.start(who, loop)
+            step = turn.step(place)
+            yield from turn.take(step, place, (step, item))
+        for _, place in loop.rest():
+            step = turn.step(place)
+            yield from turn.take(step, place, (step, item))
+    finally:
+        run.abandon()
+
+
+class _Turn:
+    """What the current micro-step has done so far."""
+
+    def __init__(self, run: Run) -> None:
+        self.is_empty = False
+        self._run = run
+        self._explicit = False  # whether the user calls step.backward, as far as seen
+        self._place: Place | None = None
+        self._current: MicroStep | None = None
+        self._done: MicroStep | None = None
+        self._plain: PlainBackward | None = None
+        self._over: Callable[[], bool] | None = None  # to be called after the user's own backward
+        self._closing: Closing | None = None
+
+    def step(self, place: Place) -> MicroStep:
+        """A place, as its user sees it."""
+        return MicroStep(place.index, place.window, place.size, place.last, place.part is not Part.RUNS, self)
+
+    def take(self, step: MicroStep, place: Place, value: T) -> Iterator[T]:
+        """Hand out `value` with everything in place for `step`, and put everything back, however the turn ends."""
+        run = self._run
+        self._place, self._current, self._done, self._over, self._closing = place, step, None, None, None
+        self.is_empty = False
+        hooks = self._hooks(place)
+        with run.holding(place):
+            try:
+                yield value
+            finally:
+                for one in hooks:
+                    one.remove()
+                if self._over is not None and self._over():
+                    # The user's backward raised what torch says of it, and no iterator can change that.
+                    warnings.warn(waited(run.what()), RuntimeWarning, stacklevel=3)
+        if place.last and self._closing is None:
+            raise GradSyncError(
+                f"The last micro-step of a window must run a backward, which synchronises the window, but that of "
+                f"window {step.window} ended without one. Call step.backward(loss) in each turn, or end the loop."
+            )
+        if place.last:
+            run.close()
+        elif self._done is None and self._over is None:
+            run.pass_by()
+
+    def backward(self, step: MicroStep, loss: torch.Tensor | LossSum, runs: RunBackward | None) -> None:
+        """What `MicroStep.backward` does."""
+        if step is not self._current or self._over is not None:
+            again = self._done is step or self._over is not None
+            raise GradSyncError(
+                f"Each micro-step runs one backward, in its own turn of the loop, but micro-step {step.index} of "
+                f"window {step.window} ran {'a second one' if again else 'one out of turn'}. Add the losses up and call "
+                "step.backward once."
+            )
+        place = self._place
+        assert place is not None, "a step has one"
+        self._current, self._done = None, step
+        self._explicit = True
+        if self._plain is not None:
+            self._plain.remove()
+        if place.part is Part.RUNS:
+            self._closing = self._run.backward(place, loss, run=runs)
+        elif place.part is Part.REPEATS:
+            self._closing = self._run.repeat(place, loss, run=runs)
+        else:
+            self._closing = self._run.miss(place)
+        if self._closing is not None:
+            self._normalise(self._closing)
+
+    def _normalise(self, closing: Closing) -> None:
+        team = self._run.fit()
+        self.is_empty = closing.factor is None
+        if closing.factor is None:
+            team.drop_gradients()
+        else:
+            normalise(team.parameters, closing.factor)
+
+    def _hooks(self, place: Place) -> list[Any]:
+        """What watches over a turn: a step of the optimizer that comes too soon, a backward that is not ours."""
+        run, team = self._run, self._run.fit()
+        hooks: list[Any] = []
+        self._plain = None
+        if not place.last:
+            hooks.append(_StepWatch(run))
+        if place.part is not Part.RUNS:
+            hooks.append(weightless(team.leaves))
+        if not self._explicit and (place.last or any(engine.owes_first for engine in team.engines)):
+            self._plain = PlainBackward(team.leaves, self._join)
+            hooks.append(self._plain)
+        return hooks
+
+    def _join(self) -> None:
+        """The user's own backward has come to a parameter, on a micro-step that synchronises."""
+        place, plain = self._place, self._plain
+        assert place is not None, "the hooks that call this live as long as a step's turn"
+        assert plain is not None, "the hooks that call this live as long as a step's turn"
+        if self._over is None:
+            self._over = self._run.join(place, plain.reached, self._note)
+        elif self._closing is not None and place.last:
+            raise GradSyncError(
+                f"The last micro-step of a window runs one backward, which synchronises the window, but in that of "
+                f"window {place.window} a second one came, whose gradients would stay on this rank. Add the losses up, "
+                "and run backward once."
+            )
+
+    def _note(self, closing: Closing | None) -> None:
+        self._closing = closing
+
+
+class _StepWatch:
+    """While it is there, a step of an optimizer of the team's is an error: the gradients are not synchronised."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._handle = register_optimizer_step_pre_hook(self._check)  # torch's hook for all optimizers
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def _check(self, optimizer: Any, *_: object) -> None:
+        mine = self._run.fit().ids
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            raise GradSyncError(
+                "An optimizer may step on the last micro-step of a window only, where the gradients are synchronised, but "
+                "optimizer.step() came on one that is held. Write: if step.last: optimizer.step(); "
+                "optimizer.zero_grad()."
+            )
+

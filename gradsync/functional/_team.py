@@ -1,0 +1,188 @@
+"""Who synchronises what: the engines, the ranks and the parameters of a step, as long as these stay as they are."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from gradsync._errors import GradSyncError
+from gradsync.engines import attach, find, rest
+from gradsync.functional._backward import Hold
+from gradsync.functional._bystanders import Bystanders
+from gradsync.functional._gradients import discard
+from gradsync.functional._scene import Scene
+from gradsync.functional._update import owned
+from gradsync.ranks.group import require_group
+from gradsync.ranks.line import Line
+from gradsync.ranks.lost import WaitingFor
+from gradsync.ranks.meet import insist, meet
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch.optim import Optimizer
+
+
+class Team:
+    """What is fixed while windows open and close: it says itself whether it still fits.
+
+    All parameters of `models` and of `optimizers` are in it. A model none of whose parameters belong to the optimizers
+    is a bystander: it is held, and never synchronised. Without optimizers, all models are trained.
+
+    Making one is collective where there are several ranks: what is in no engine gets DDP behind it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        shards: bool = False,
+        last: Team | None = None,
+    ) -> None:
+        require_group(name)
+        rest(models)
+        mine = list(owned(optimizers))
+        self._scene = Scene.of(models, mine)
+        ids = set(map(id, mine))
+        trained = [m for m in models if not optimizers or any(id(p) in ids for p in m.parameters())]
+        if not trained:
+            raise GradSyncError(_no_model(name, models, optimizers))
+        inside = {id(module) for model in trained for module in model.modules() if module is not model}
+        trained = [model for model in trained if id(model) not in inside]
+        self.parameters = list(dict.fromkeys([*(p for model in trained for p in model.parameters()), *mine]))
+        self.in_models = {id(p) for model in trained for p in model.parameters()}
+        self.ids = theirs = frozenset(map(id, self.parameters))
+        _insist_on_models(name, mine, trained, last)
+        watching = [m for m in models if not any(id(p) in theirs for p in m.parameters())]
+        with WaitingFor(lambda: f"the first window of {name}, which makes the models equal"):
+            engines = attach(trained, mine, lambda *those: _agree(name, *those))
+        self._set_engines(engines, Bystanders([p for m in watching for p in m.parameters()], find(watching)), shards=shards)
+        self.unowned = [p for p in self.parameters if id(p) not in ids] if optimizers else []
+        self._flags = [p.requires_grad for p in self.parameters]
+        self.has_sync_batchnorm = any(isinstance(m, nn.SyncBatchNorm) for model in models for m in model.modules())
+
+    def _set_engines(self, engines: Sequence[Any], bystanders: Bystanders, *, shards: bool) -> None:
+        communicates = [engine.forward_communicates for engine in engines]
+        # The largest first, which is the one to synchronise while backward runs.
+        self.engines = engines if any(communicates) else sorted(engines, key=_num_elements, reverse=True)
+        self.group: dist.ProcessGroup | None = engines[0].group if engines else None
+        self.line = Line(self.group, self.parameters)
+        self.num_ranks, self.rank = self.line.num_ranks, self.line.rank
+        self.twins = [group for engine in engines for group in engine.twins]
+        self.hold = Hold([*engines, bystanders] if bystanders else engines, shards=shards)
+        self.forward_communicates = any(communicates) or bystanders.forward_communicates
+        # Plain gradients that are spread over ranks, by their parameters' ids: norms are over all of their pieces.
+        pieces = [engine for engine in engines if engine.shard_group]
+        self.spread: Mapping[int, Any] = {id(p): engine.shard_group for engine in pieces for p in engine.parameters}
+        inside = {id(p) for engine in engines if engine.holds_inside for p in engine.parameters}
+        self.watchable = [parameter for parameter in self.parameters if id(parameter) not in inside]
+        self._inside = inside
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the ranks take each micro-batch together, for their forwards wait for each other."""
+        return self.forward_communicates and self.num_ranks > 1
+
+    def fits(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> bool:
+        """Whether models and optimizers are as they were; asked as a window opens."""
+        if self._inside:
+            rest(models)
+        return self._scene.is_like(Scene.of(models, owned(optimizers), self._scene))
+
+    def check(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
+        """Raise unless models and optimizers are as they were when the open window began."""
+        now = Scene.of(models, owned(optimizers), self._scene) if not self._inside else None
+        if now is not None and not self._scene.is_like(now):
+            raise GradSyncError(_CHANGED.format(name=name, what=self._scene.changes(now)))
+        self.check_trainable(name)
+
+    def check_trainable(self, name: str) -> None:
+        """Raise unless the same parameters are trainable as when the open window began; cheap enough for each call."""
+        if [p.requires_grad for p in self.parameters] != self._flags:
+            changed = sum(p.requires_grad != flag for p, flag in zip(self.parameters, self._flags, strict=True))
+            raise GradSyncError(_CHANGED.format(name=name, what=f"requires_grad of {changed} parameters is another"))
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """Where gradients arrive, for hooks: the parameters, or what their engine has gathered of them."""
+        covered = {id(p) for engine in self.engines for p in engine.parameters}
+        bare = [p for p in self.parameters if id(p) not in covered]
+        return [*bare, *(leaf for engine in self.engines for leaf in engine.leaves)]
+
+    def gradients_left(self) -> tuple[int, int]:
+        """How many parameters have a gradient, and how many one that their engine holds elsewhere."""
+        inside = sum(engine.num_held() for engine in self.engines if engine.holds_inside)
+        return sum(parameter.grad is not None for parameter in self.parameters), inside
+
+    def drop_gradients(self) -> None:
+        """Drop what is accumulated, inside the engines too."""
+        for engine in self.engines:
+            engine.discard()
+        discard(self.parameters)
+
+    def held_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        """What this rank holds, by parameter; not copies."""
+        held = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
+        for engine in self.engines:
+            held |= engine.held_gradients()
+        return held
+
+    def load_held(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Hold these, in a window that has just been opened."""
+        for engine in self.engines:
+            engine.load_held(gradients)
+        covered = {id(parameter) for engine in self.engines for parameter in engine.parameters}
+        for parameter, gradient in gradients.items():
+            if id(parameter) not in covered:
+                parameter.grad = gradient
+
+
+_CHANGED = (
+    "The participants of {name} must stay the same within a window, but they changed in the middle of one: {what}. Make "
+    "such a change between windows, where progress.index is 0, or call flush() or reset() first."
+)
+
+
+def _num_elements(engine: Any) -> int:
+    return sum(parameter.numel() for parameter in engine.parameters)
+
+
+def _no_model(name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> str:
+    return (
+        f"At least one model must have parameters in the optimizer, but none that {name} was called with has: not "
+        f"{', '.join(type(model).__name__ for model in models)} in {', '.join(type(one).__name__ for one in optimizers)}. "
+        "Make the optimizer from the parameters that the model has now: after load_state_dict(assign=True), a new head or "
+        "an adapter they are others."
+    )
+
+
+def _insist_on_models(name: str, mine: Sequence[nn.Parameter], trained: Sequence[nn.Module], last: Team | None) -> None:
+    """Raise for parameters that the optimizer steps and that were in a model before, and now are in none."""
+    inside = {id(parameter) for model in trained for parameter in model.parameters()}
+    before = set() if last is None else last.in_models
+    gone = [parameter for parameter in mine if id(parameter) not in inside and id(parameter) in before]
+    if gone:
+        raise GradSyncError(
+            f"The optimizer of {name} steps {len(gone)} parameters that its models no longer have, of shape "
+            f"{', '.join(str(list(p.shape)) for p in gone[:3])}: they were replaced (a new layer, a parametrization, "
+            "load_state_dict(assign=True)), and what took their place is not trained. Make the optimizer anew from "
+            "model.parameters()."
+        )
+
+
+def _agree(name: str, group: dist.ProcessGroup | None, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise on every rank if the ranks' trainable parameters differ."""
+    shapes = [(own, tuple(parameter.shape), str(parameter.dtype)) for own, parameter in named]
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]
+    words = {
+        "trainable parameters": f"{len(shapes)} of {sum(math.prod(shape) for _, shape, _ in shapes)} elements "
+        f"(names, shapes and dtypes hash to {digest})"
+    }
+    insist(meet(dist.group.WORLD if group is None else group, f"the first window of {name} with these models", words))

@@ -1,0 +1,35 @@
+"""Is there a process group where there must be one?"""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from gradsync._errors import GradSyncError
+
+
+def several_ranks() -> bool:
+    """Whether a process group of more than one rank is initialised."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def require_group(caller: str) -> None:
+    """Raise where torchrun has started several processes and none of them has made a process group yet."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size.isdigit() and int(size) > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise GradSyncError(
+            f"{caller} needs the process group of this job, for WORLD_SIZE is {size}, but none is initialised: each rank "
+            "would train a model of its own. Put the program inside `with gradsync.process_group():`, or call "
+            "torch.distributed.init_process_group first."
+        )
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether a group has not ended."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """The global ranks of a group; without a group, this process alone."""
+    return [0] if group is None else dist.get_process_group_ranks(group)

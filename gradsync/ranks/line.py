@@ -1,0 +1,111 @@
+"""A small table that the ranks exchange: each fills its own row, and the sum over the ranks is the whole.
+
+It leaves in a collective of its own, in float64, so that whole numbers below 2**53 arrive exactly as they are. On a
+device it is read on a stream of its own: whoever waits for it never waits for a backward that was started since.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Row = list["float | torch.Tensor"]
+
+
+class Line:
+    """The way between the ranks of one group."""
+
+    __slots__ = ("_device", "_group", "_is_slow", "_stream")
+
+    def __init__(self, group: dist.ProcessGroup | None, parameters: Sequence[torch.Tensor]) -> None:
+        self._group = None if group is None or group.size() == 1 else group
+        self._device = torch.device("cpu") if self._group is None else device_of(self._group, parameters)
+        self._is_slow = self._device.type != "cpu"  # whether the host runs ahead of it
+        self._stream: Any = None
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks it connects."""
+        return 1 if self._group is None else self._group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return 0 if self._group is None else self._group.rank()
+
+    def send(self, row: Row) -> Sent:
+        """Put this rank's row on its way. Collective: every rank sends a row of the same length."""
+        if self._group is None:
+            return Sent([[number if isinstance(number, float) else float(number) for number in row]])
+        table = self._table(row)
+        work = dist.all_reduce(table, group=self._group, async_op=True)
+        if not self._is_slow:
+            return Sent(table, work)
+        if self._stream is None:
+            self._stream = torch.Stream(self._device)
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            work.wait()
+            host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            host.copy_(table, non_blocking=True)
+            table.record_stream(self._stream)
+        return Sent(host, arrival=self._stream.record_event())
+
+    def any(self, flag: float) -> bool:
+        """Whether any rank raises its flag. Collective; it waits for the others."""
+        return any(row[0] for row in self.send([flag]).rows())
+
+    def _table(self, row: Row) -> torch.Tensor:
+        """All zeros but for this rank's row."""
+        table = torch.zeros(self.num_ranks, len(row), dtype=torch.float64, pin_memory=self._is_slow)
+        mine = [0.0 if isinstance(number, torch.Tensor) else number for number in row]
+        table[self.rank] = torch.tensor(mine, dtype=torch.float64)
+        if self._is_slow:
+            table = table.to(self._device, non_blocking=True)
+        for place, number in enumerate(row):
+            if isinstance(number, torch.Tensor):
+                table[self.rank, place] = number.reshape(())
+        return table
+
+
+class Sent:
+    """A table on its way."""
+
+    __slots__ = ("_arrival", "_table", "_work")
+
+    def __init__(self, table: list[list[float]] | torch.Tensor, work: Any = None, arrival: Any = None) -> None:
+        self._table = table
+        self._work = work
+        self._arrival = arrival
+
+    def rows(self) -> list[list[float]]:
+        """Wait until it is here; all ranks' rows, in their order."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._arrival is not None:
+            self._arrival.synchronize()
+            self._arrival = None
+        if isinstance(self._table, torch.Tensor):
+            self._table = self._table.tolist()
+        return self._table
+
+
+def device_of(group: dist.ProcessGroup, parameters: Sequence[torch.Tensor]) -> torch.device:
+    """Where a collective of `group` takes its tensors: with the parameters if it can, else where the group is at home.
+
+    A group of NCCL alone takes no CPU tensors, though offloaded parameters are just that.
+    """
+    types = [torch.device(kind).type for kind in group._device_types]
+    for parameter in parameters:
+        if parameter.device.type in types:
+            return parameter.device
+    if types[0] == "cpu":
+        return torch.device("cpu")
+    return torch.device(types[0], torch.accelerator.current_device_index())
+
