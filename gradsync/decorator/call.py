@@ -46,7 +46,6 @@ class Call:
         self.order = order  # among those of its function
         self.settings = settings
         self.run = Run(name, settings.terms(), order)
-        self.run.can_repeat = lambda: self._last is not None and self._last.is_alive
         self.thread: int | None = None  # that of the last call
         self.num_steps = self.num_updates = self.num_skipped = self.num_replays = 0
         self.watch = GradientWatch()
@@ -55,7 +54,7 @@ class Call:
         self._participants: list[weakref.ref[Any]] = []
         self._schedulers: list[weakref.ref[Any]] = []
         self._scaler: weakref.ref[GradScaler] | None = None
-        self._last: LastCall | None = None  # that was a good one
+        self.ends: list[weakref.ref[Any]] = []  # which tell that an optimizer is gone
         self._has_met_forward = False
         self._updating = self._running = False
         self._made = Update(stepped=False, grad_norm=None)
@@ -212,7 +211,7 @@ class Call:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], loop: Loop | None
     ) -> None:
         """A good micro-batch, to repeat."""
-        self._last = LastCall(function, args, kwargs)
+        self.run.last = LastCall(function, args, kwargs)
         if loop is not None:
             loop.kept[self.run] = args, kwargs
 
@@ -222,13 +221,13 @@ class Call:
         return self._run_again(place)
 
     def _run_again(self, place: Place) -> Closing | None:
-        if self._last is None or not self._last.is_alive:
+        if not self.run.can_repeat:
             raise GradSyncError(
                 f"A rank whose engine communicates in forward repeats its last call of {self.name} where it has no "
                 "micro-batch to run, but it has had none yet. See to it that its first micro-batch is a good one."
             )
         self.num_replays += 1
-        return self.run.repeat(place, find_loss(self._last()))
+        return self.run.repeat(place, find_loss(self.run.last()))
 
     # -- without a call ---------------------------------------------------------------------------------------------
 

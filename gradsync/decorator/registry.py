@@ -242,8 +242,7 @@ class Registry:
             if registry is not None and gone is not None:
                 registry._drop(gone)
 
-        for optimizer in cast.optimizers:
-            weakref.finalize(optimizer, drop).atexit = False
+        call.ends = [weakref.ref(optimizer, drop) for optimizer in cast.optimizers]
         if instance is not None:
             _at_the_end_of(instance, _forgetting(self, key))
         return call

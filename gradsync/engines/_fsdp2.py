@@ -386,6 +386,7 @@ def _whole_group(groups: Sequence[FSDPParamGroup]) -> dist.ProcessGroup | None:
     """The group of both of HSDP's dimensions; None where there is one only."""
     info = groups[0].mesh_info if groups else None
     if not (isinstance(info, FSDPMeshInfo) and isinstance(info, DDPMeshInfo)):
+        return None
     ranks = sorted(info.mesh.mesh.flatten().tolist())
     if ranks == list(range(dist.get_world_size())):
         return dist.group.WORLD

@@ -81,7 +81,8 @@ class Order(NamedTuple):
 
     armed: Sequence[Engine] = ()  # in the backward, or right after it if that does not reach them
     after: Sequence[Engine] = ()  # in turn, after those
-    again: Sequence[Engine] = ()  # all, once more
+    again: Sequence[Engine] = ()  # all, once more,
+    between: Callable[[], object] = bool  # and what comes right before that
 
     def __bool__(self) -> bool:
         return bool(self.armed or self.again)
@@ -117,12 +118,14 @@ class Order(NamedTuple):
         for engine in self.after:
             engine.reduce()
         if self.again:
+            self.between()
             reduce(self.again)
 
     def abort(self) -> None:
         """Complete the collectives of a backward that failed; what goes wrong here must not hide why it did."""
         todo: list[Callable[[], object]] = [engine.abort for engine in self.armed]
-        todo += [engine.reduce for engine in (*self.after, *self.again)]
+        todo += [engine.reduce for engine in self.after]
+        todo += [self.between, *(engine.reduce for engine in self.again)]
         for complete in todo:
             try:
                 complete()

@@ -15,10 +15,10 @@ from gradsync.functional._place import Part
 from gradsync.functional._share import NOBODY, Share
 from gradsync.ranks.line import device_of
 from gradsync.ranks.lost import WaitingFor
-from gradsync.ranks.meet import ONE_FORWARD, insist, meet_with_data, nothing_here, ranks_where
+from gradsync.ranks.meet import ONE_FORWARD, agreed, meet_with_data, nothing_here, ranks_where
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from gradsync.functional._place import Place
     from gradsync.functional._run import Run
@@ -239,30 +239,26 @@ class Loop:
         team = run.fit()
         self._chief = run
         here = self.left + (not self._has_ended)
-        words = {
-            "number of closed windows": run.number,
-            "place among its function's windows": run.key,
-            **run.terms.in_words(run.number),
-        }
         said = meet_with_data(
             team.group,
             team.twins,
             f"the data of {self.name}",
             {
-                **words,
+                "windows": {str(one.key): one.in_words() for one in {*self._known(), run}},
                 "items": self._length,
                 "left": None if math.isinf(here) else here,
                 "open": run.index,
                 "once": self._calls_once(run),
-                "can repeat": not self._has_ended or run.can_repeat(),
+                "can repeat": not self._has_ended or run.can_repeat,
             },
         )
-        insist([{key: one[key] for key in words} for one in said])
+        insist_on_windows([one["windows"] for one in said])
         self._shares = [
             Share(left=math.inf if one["left"] is None else one["left"], once=float(one["once"])) for one in said
         ]
         anything = any(share.left for share in self._shares) or any(one["open"] for one in said)
-        if anything and (team.forward_communicates or run.terms.repeats == "always"):
+        owes = any(engine.owes_first for engine in team.engines)  # whose very first micro-batch takes all ranks
+        if anything and (team.forward_communicates or owes or run.terms.repeats == "always"):
             check_repeats([one["can repeat"] for one in said], self.name)
         if team.has_sync_batchnorm and team.num_ranks > 1:
             check_lengths([one["items"] for one in said], self.name)
@@ -354,6 +350,14 @@ def twins_differ(group: dist.ProcessGroup, share: Share, parameters: Sequence[to
     said = torch.tensor([float(share.left > 0), float(share.closing != NOBODY)], device=device_of(group, parameters))
     dist.all_reduce(said, group=group)
     return any(number not in {0, group.size()} for number in said.tolist())
+
+
+def insist_on_windows(said: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+    """Raise on every rank if ranks that know a function say different things of its windows."""
+    for name in dict.fromkeys(name for words in said for name in words):
+        knowing = [(rank, words[name]) for rank, words in enumerate(said) if name in words]
+        for key in knowing[0][1]:
+            agreed([(rank, words[key]) for rank, words in knowing], key)
 
 
 def check_repeats(can_repeat: Sequence[bool], name: str) -> None:

@@ -81,6 +81,20 @@ class Who:
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
 
+class Departure:
+    """The table of a window that closes, which leaves once."""
+
+    __slots__ = ("_send", "sent")
+
+    def __init__(self, send: Callable[[], Sent | None]) -> None:
+        self._send = send
+        self.sent: Sent | None = None
+
+    def go(self) -> None:
+        """Now."""
+        self.sent = self._send()
+
+
 class Run:
     """Opens windows of a team, takes micro-batches into them, and closes them with the other ranks.
 
@@ -102,7 +116,7 @@ class Run:
         self.num_dropped = 0
         self.team: Team | None = None
         self.window: Window | None = None
-        self.can_repeat: Callable[[], bool] = bool  # whether a micro-batch could be run again: none, so far
+        self.last: Any = None  # the last good micro-batch, if its driver can run it again: has `is_alive`
         self.who = Who()
         self._loop: Loop | None = None  # that of the current place
         self._heard: Sent | None = None  # what the ranks have said already of the window that closes
@@ -113,6 +127,11 @@ class Run:
     def index(self) -> int:
         """How many calls the open window has had; 0 where none is open."""
         return 0 if self.window is None else self.window.index
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a micro-batch could be run again."""
+        return self.last is not None and self.last.is_alive
 
     # -- a micro-batch ----------------------------------------------------------------------------------------------
 
@@ -127,7 +146,10 @@ class Run:
             loop.enter(self)
         window = self._open_window
         ends = loop is not None and loop.ends(self)
-        return Place(window.number, window.index, window.size, ends or window.index + 1 >= window.size)
+        last = ends or window.index + 1 >= window.size
+        if last and window.index:
+            window.team.check(self.name, who.models, who.optimizers)
+        return Place(window.number, window.index, window.size, last)
 
     def follow(self, loop: Loop) -> None:
         """Windows are opened and closed with the ranks of a loop, though no call comes here."""
@@ -219,15 +241,15 @@ class Run:
             window.num_micro_batches += 1
             window.num_own += 1
             window.kind = PLAIN
-        sent = self._send() if place.last else None
-        order = Order.of_boundary(window.active, window.size) if place.last else self._order_of_held()
+        departure = Departure(self._send)
+        order = self._order_of_boundary(departure) if place.last else self._order_of_held()
 
         def finish() -> None:
-            if not place.last:
+            if place.last:
+                done(self._heard_all(departure.sent))
+            else:
                 window.index += 1
                 done(None)
-            else:
-                done(self._heard_all(sent))
 
         joined = Joined(order, reached, finish)
 
@@ -235,7 +257,8 @@ class Run:
             if joined.ended or joined.waits:
                 return not joined.ended
             joined.abort()
-            self._complete_failed(sent)
+            if place.last:
+                self._complete_failed(departure.sent)
             return False
 
         return over
@@ -310,6 +333,10 @@ class Run:
         """The ranks have said already what they bring to the window that closes next."""
         self._heard = sent
 
+    def in_words(self) -> dict[str, Any]:
+        """What the ranks must have alike when they meet."""
+        return {"number of closed windows": self.number, **self.terms.in_words(self.number)}
+
     def what(self) -> str:
         """What ranks wait for each other with, in words."""
         return f"synchronising the gradients of window {self.number} of {self.name}"
@@ -319,24 +346,30 @@ class Run:
     def _closing(self, synchronise: Callable[[Order], None]) -> Closing:
         """Synchronise the window: the table leaves first, then what `synchronise` does."""
         window = self._open_window
-        if window.index:
-            window.team.check(self.name, self.who.models, self.who.optimizers)
+        departure = Departure(self._send)
         try:
-            sent = self._send()
             try:
-                synchronise(Order.of_boundary(window.active, window.size))
+                synchronise(self._order_of_boundary(departure))
             except BaseException as error:
                 if not is_lost(error):
-                    self._complete_failed(sent)
+                    self._complete_failed(departure.sent)
                 if not isinstance(error, self.terms.skip):
                     raise
                 self._note_failure(error)
                 return Closing(tuple(window.share() for _ in range(window.team.num_ranks)), window.team.rank, None)
-            return self._heard_all(sent)
+            return self._heard_all(departure.sent)
         except RuntimeError as error:
             if is_lost(error):
                 raise lost(error, self.what()) from error
             raise
+
+    def _order_of_boundary(self, departure: Departure) -> Order:
+        """That of the window's last micro-batch, before whose synchronisation the table leaves."""
+        order = Order.of_boundary(self._open_window.active, self._open_window.size)
+        if order.again:
+            return order._replace(between=departure.go)
+        departure.go()
+        return order
 
     def _send(self) -> Sent | None:
         """Put this rank's share on its way, where the ranks cannot know of each other what they bring."""

@@ -31,8 +31,17 @@ class Scene:
     world: object  # the default process group, if there is one of several ranks
 
     @classmethod
-    def of(cls, models: Iterable[nn.Module], owned: Iterable[nn.Parameter], before: Scene | None = None) -> Scene:
-        """How things are now; what `before` knew of classes is not worked out again."""
+    def of(
+        cls,
+        models: Iterable[nn.Module],
+        owned: Iterable[nn.Parameter],
+        before: Scene | None = None,
+        trained: frozenset[int] | None = None,
+    ) -> Scene:
+        """How things are now; what `before` knew of classes is not worked out again.
+
+        Whether a parameter is frozen matters for those that are `trained`, given by their ids, and not for bystanders.
+        """
         found: dict[nn.Parameter, None] = {}
         wrappers: list[int] = []
         kinds: dict[type, bool] = dict.fromkeys(before.kinds, False) if before is not None else {}
@@ -52,7 +61,7 @@ class Scene:
                     if parameter is not None:
                         found[parameter] = None
         mine = tuple(owned)
-        alike = tuple(_likeness(parameter) for parameter in dict.fromkeys((*found, *mine)))
+        alike = tuple(_likeness(p, trained is None or id(p) in trained) for p in dict.fromkeys((*found, *mine)))
         world = dist.group.WORLD if several_ranks() else None
         return cls(alike, mine, wrappers, frozenset(seen), world)
 
@@ -88,10 +97,11 @@ class Scene:
         return ", ".join(told) or "the optimizers' parameters or the wrappers are others"
 
 
-def _likeness(parameter: nn.Parameter) -> _Parameter:
+def _likeness(parameter: nn.Parameter, is_trained: bool) -> _Parameter:
+    trainable = parameter.requires_grad and is_trained
     if isinstance(parameter, nn.parameter.UninitializedParameter):
-        return parameter, None, None, None, parameter.requires_grad
-    return parameter, parameter.dtype, parameter.device, parameter.shape, parameter.requires_grad
+        return parameter, None, None, None, trainable
+    return parameter, parameter.dtype, parameter.device, parameter.shape, trainable
 
 
 def _alike(one: _Parameter, other: _Parameter) -> bool:

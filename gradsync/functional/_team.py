@@ -49,7 +49,6 @@ class Team:
         require_group(name)
         rest(models)
         mine = list(owned(optimizers))
-        self._scene = Scene.of(models, mine)
         ids = set(map(id, mine))
         trained = [m for m in models if not optimizers or any(id(p) in ids for p in m.parameters())]
         if not trained:
@@ -60,6 +59,7 @@ class Team:
         self.in_models = {id(p) for model in trained for p in model.parameters()}
         self.ids = theirs = frozenset(map(id, self.parameters))
         _insist_on_models(name, mine, trained, last)
+        self._scene = Scene.of(models, mine, trained=self.ids)
         watching = [m for m in models if not any(id(p) in theirs for p in m.parameters())]
         with WaitingFor(lambda: f"the first window of {name}, which makes the models equal"):
             engines = attach(trained, mine, lambda *those: _agree(name, *those))
@@ -94,11 +94,11 @@ class Team:
         """Whether models and optimizers are as they were; asked as a window opens."""
         if self._inside:
             rest(models)
-        return self._scene.is_like(Scene.of(models, owned(optimizers), self._scene))
+        return self._scene.is_like(Scene.of(models, owned(optimizers), self._scene, self.ids))
 
     def check(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         """Raise unless models and optimizers are as they were when the open window began."""
-        now = Scene.of(models, owned(optimizers), self._scene) if not self._inside else None
+        now = Scene.of(models, owned(optimizers), self._scene, self.ids) if not self._inside else None
         if now is not None and not self._scene.is_like(now):
             raise GradSyncError(_CHANGED.format(name=name, what=self._scene.changes(now)))
         self.check_trainable(name)
