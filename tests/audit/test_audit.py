@@ -22,7 +22,7 @@ from gradsync._audit.counts import Counts, Stretch
 from gradsync._audit.report import AuditReport
 from gradsync._errors import GradSyncError
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 LIMIT = 120  # seconds for all loops of one number of ranks
 WINDOWS, BACKWARDS, NUMEL = 3, 12, 66
 PER_SYNC_SHARDED = 36 + 72  # elements of `shard()`'s two layers
@@ -30,8 +30,8 @@ PER_SYNC_SHARDED = 36 + 72  # elements of `shard()`'s two layers
 
 def run_ranks(ranks: int, directory: Path) -> list[dict[str, Any]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(HERE / "audit_loops.py")]
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "tests.audit.loops"]
     logs = [directory / f"{ranks}-{rank}.log" for rank in range(ranks)]
     processes = []
     for rank, log in enumerate(logs):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradsync import LossSum, accumulating
-from tests.reference import (
+from tests.support.reference import (
     Recorder, assert_equal_updates, cut, mean_loss, micro_batch, small_model, sum_loss, train, window_mean,
 )  # fmt: skip
 

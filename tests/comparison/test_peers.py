@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-CASES = "tests.cases_peers:"
+CASES = "tests.comparison.cases:"
 
 
 @pytest.mark.parametrize("size", [1, 2])

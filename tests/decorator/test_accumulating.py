@@ -17,7 +17,7 @@ from torch import nn
 
 import gradsync
 from gradsync import GradSyncError, LossSum, accumulating
-from tests.reference import Recorder, assert_equal_updates, mean_loss, micro_batch, small_model, sum_loss, train
+from tests.support.reference import Recorder, assert_equal_updates, mean_loss, micro_batch, small_model, sum_loss, train
 
 
 def window_of(size, steps):

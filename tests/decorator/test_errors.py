@@ -8,7 +8,7 @@ from torch import nn
 
 import gradsync
 from gradsync import GradSyncError, LossSum, accumulating
-from tests.reference import Recorder, mean_loss, micro_batch, small_model
+from tests.support.reference import Recorder, mean_loss, micro_batch, small_model
 
 X = micro_batch(0, 0)
 
@@ -333,7 +333,7 @@ def test_an_unknown_engine_is_an_error_and_not_a_silent_no_op():
         lambda: next(gradsync.sync_every(model, 2)),
         lambda: made()[0](model, Recorder(model.parameters()), X),
     ):
-        with pytest.raises(GradSyncError, match=r"does not know tests.test_errors.Wrapper. Teach it with gradsync.engines.regis"):
+        with pytest.raises(GradSyncError, match=r"does not know tests.decorator.test_errors.Wrapper. Teach it with gradsync.engines.regis"):
             call()
 
 

@@ -23,7 +23,7 @@ import torch
 
 import gradsync
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(gradsync.__file__).parent
 DOCUMENTS = [ROOT / "README.md", *sorted(PACKAGE.rglob("*.md"))]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

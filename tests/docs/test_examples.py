@@ -15,7 +15,7 @@ import pytest
 
 import gradsync
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TIME_LIMIT = 120  # seconds for one command; on an idle machine the longest takes 8
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

@@ -7,8 +7,8 @@ from collections import Counter
 
 import torch
 
-from tests.engine_cases import Run
-from tests.engine_homes import home_of
+from tests.engines.scenarios import Run
+from tests.support.homes import home_of
 
 
 def recorded() -> list[dict]:

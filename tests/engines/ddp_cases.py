@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsync
 from gradsync import LossSum, accumulating
 from gradsync.engines._ddp import DDPEngine
-from tests.reference import (
+from tests.support.reference import (
     Recorder, assert_equal_updates, cut, mean_loss, micro_batch, small_model, sum_loss, train, window_mean,
 )  # fmt: skip
 

@@ -14,9 +14,9 @@ import gradsync
 from gradsync.engines import Engine, attach, find, register
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
 from gradsync.functional._leaf_hooks import weightless
-from tests.engine_cases import DECAY, EPOCHS, LR, Run, Uneven, data, mean_loss, reference, same, windows_of
-from tests.engine_counts import Wire
-from tests.engine_homes import Block, Home, home_of, mesh, net, tensor_parallel
+from tests.engines.scenarios import DECAY, EPOCHS, LR, Run, Uneven, data, mean_loss, reference, same, windows_of
+from tests.engines.counts import Wire
+from tests.support.homes import Block, Home, home_of, mesh, net, tensor_parallel
 
 
 def held(home: Home) -> list[str]:
@@ -461,7 +461,7 @@ class RingEngine(Engine):
 
 def a_users_engine() -> None:
     home = Home(Ring(net()), dist.get_rank(), dist.get_world_size())
-    with pytest.raises(gradsync.GradSyncError, match=r"does not know tests\.engine_promises\.Ring.*register\(Ring, "):
+    with pytest.raises(gradsync.GradSyncError, match=r"does not know tests\.engines\.promises\.Ring.*register\(Ring, "):
         Run(home)(0)
     register(Ring, RingEngine)
     run = Run(home)

@@ -8,8 +8,8 @@ import torch
 import gradsync
 from gradsync import LossSum
 from gradsync.engines import find
-from tests.engine_homes import Block, Home, home_of, net
-from tests.reference import cut
+from tests.support.homes import Block, Home, home_of, net
+from tests.support.reference import cut
 
 LR, DECAY = 0.1, 0.01
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-CASES = "tests.cases_ddp:"
+CASES = "tests.engines.ddp_cases:"
 
 
 @pytest.mark.parametrize("how", ["bare", "bare over", "ddp", "ddp over", "bare sync_every", "ddp sync_every"])

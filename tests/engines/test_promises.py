@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-CASES = "tests.engine_promises:"
+CASES = "tests.engines.promises:"
 
 FSDP2 = ["fsdp2", "fsdp2_gathered", "replicate_fsdp"]
 
@@ -59,7 +59,7 @@ WIRE = {
 @pytest.mark.parametrize("engine", WIRE)
 def test_what_a_window_sends(ranks, engine):
     """Held micro-batches reduce nothing, the boundary each group once, and a flush without a backward as much."""
-    for sent in ranks(4 if "hsdp" in engine else 2).run("tests.engine_counts:window", engine):
+    for sent in ranks(4 if "hsdp" in engine else 2).run("tests.engines.counts:window", engine):
         assert sent == WIRE[engine]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine_cases import SCENARIOS
-from tests.engine_homes import HOMES
+from tests.engines.scenarios import SCENARIOS
+from tests.support.homes import HOMES
 
 # In whose forward no rank waits for another; on the others a rank that has run out repeats its last call.
 SILENT = ["none", "bare", "ddp", "ddp_find_unused", "replicate"]
@@ -60,4 +60,4 @@ CELLS = [(engine, scenario) for engine in HOMES for scenario in SCENARIOS if (en
 @pytest.mark.parametrize(("engine", "scenario"), CELLS)
 def test_the_parameters_are_those_of_one_big_batch(ranks, engine, scenario):
     """After each update, on every rank, to 1e-10 in float64."""
-    ranks(HOMES[engine][0]).run("tests.engine_cases:cell", engine, scenario, HOLES.get((engine, scenario)), limit=30)
+    ranks(HOMES[engine][0]).run("tests.engines.scenarios:cell", engine, scenario, HOLES.get((engine, scenario)), limit=30)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-CASES = "tests.engine_torch:"
+CASES = "tests.engines.torch_sharded:"
 
 
 @pytest.mark.parametrize("case", ["fsdp2_names", "fsdp1_names", "replicate_names"])

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine_cases import data, mean_loss
-from tests.engine_homes import home_of
-from tests.engine_promises import Partly
+from tests.engines.scenarios import data, mean_loss
+from tests.support.homes import home_of
+from tests.engines.promises import Partly
 
 
 def have(thing: object, *names: str) -> None:

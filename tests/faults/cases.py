@@ -30,7 +30,7 @@ class Play:
         self._folder = tempfile.TemporaryDirectory(prefix="gradsync-faults-")
         self._end = time.monotonic() + 3 * TIMEOUT + 20
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "gradsync", "tests.cases_faults"])
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "gradsync", "tests.faults.cases"])
         self._ranks = []
         for rank in range(size):
             here, there = context.Pipe()

@@ -1,6 +1,6 @@
 """Runs a script with a fault in it: a rank that is killed at some line of gradsync or of the script, or stands still.
 
-    python tests/disturbed.py SPEC script.py options...
+    python tests/faults/disturbed.py SPEC script.py options...
 
 SPEC is JSON. The lines that a rank runs are counted, those of gradsync and of the script only: a kill comes at the
 `line`-th, or `delay` seconds after it, which is then wherever the rank is, in torch's C++ too. `rank` and `attempt` say

@@ -1,6 +1,6 @@
 """torchrun's own agent, for many small jobs in a row: the ranks are forked from it, with torch imported already.
 
-    python tests/elastic.py JOBS
+    python tests/faults/elastic.py JOBS
 
 JOBS is a JSON list of [spec, script, *options] for `disturbed.main`, each a job of two ranks. A line of JSON a job says
 how it ended; a job that takes longer than its limit ends everything.
@@ -20,7 +20,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tests import disturbed
+from tests.faults import disturbed
 
 LIMIT = 40.0  # seconds for a job
 

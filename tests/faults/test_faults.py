@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from gradsync import _fresh_store
 from gradsync.functional._lost import is_lost, lost
-from tests.cases_faults import SLACK, TIMEOUT, Play, play
+from tests.faults.cases import SLACK, TIMEOUT, Play, play
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "resume.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 NUM_KILLS = 20
@@ -142,7 +142,7 @@ def test_other_errors_are_none_of_a_lost_rank(error):
 def elastic(jobs: list[list[str]], limit: float) -> list[dict]:
     """Run jobs one after another on torchrun's agent; a hang fails within `limit` seconds."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.elastic", json.dumps(jobs)],
+        [sys.executable, "-m", "tests.faults.elastic", json.dumps(jobs)],
         cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
@@ -203,7 +203,7 @@ def test_torchrun_restarts_the_job(tmp_path):
     fault = json.dumps({"rank": 1, "line": 9000})
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
-        "-m", "tests.disturbed", fault, EXAMPLE, "--quick", "--folder", str(tmp_path),
+        "-m", "tests.faults.disturbed", fault, EXAMPLE, "--quick", "--folder", str(tmp_path),
     ]  # fmt: skip
     process = subprocess.Popen(
         command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

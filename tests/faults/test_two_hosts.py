@@ -19,7 +19,7 @@ import pytest
 
 from gradsync.bench import _hosts
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "resume.py")
 TIMEOUT = 5  # seconds: the process group's
 LIMIT = 60  # seconds for one job
@@ -73,7 +73,7 @@ class Job:
                 [
                     *host.enter, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
                     "--node-rank", str(rank), "--master-addr", hosts[0].address, "--master-port", "29400",
-                    "-m", "tests.disturbed", json.dumps({"timeout": TIMEOUT, **fault}),
+                    "-m", "tests.faults.disturbed", json.dumps({"timeout": TIMEOUT, **fault}),
                     EXAMPLE, "--quick", "--folder", str(folder),
                 ],
                 cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -1,6 +1,6 @@
 """What the audit costs a window: the same loop with and without it, in turn, in one run on two ranks.
 
-    OMP_NUM_THREADS=1 python tests/measure_audit_cost.py [--rounds 200]
+    OMP_NUM_THREADS=1 python tests/measure/audit_cost.py [--rounds 200]
 
 Nothing here is asserted. A window is four micro-batches, the last of which synchronises. A round is three windows in
 changing order, one of them under an audit, which begins and ends outside of what is timed. What the audit adds is the

@@ -1,6 +1,6 @@
 """Run commands under torchrun with 2 ranks again and again, and count how they exit.
 
-    python -m tests.measure_exits --runs 100 examples/gpt.py --quick
+    python -m tests.measure.exits --runs 100 examples/gpt.py --quick
 """
 
 from __future__ import annotations

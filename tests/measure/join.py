@@ -1,6 +1,6 @@
 """What uneven ranks cost: `accumulating.over` against torch's `Join`, interleaved in one run.
 
-    torchrun --standalone --nproc-per-node 2 -m tests.measure_join
+    torchrun --standalone --nproc-per-node 2 -m tests.measure.join
 
 Microseconds that each adds to a micro-step of a tiny model on DDP with buffers left out, lengths known and unknown:
 the median of the differences within each round, and how far that median is from certain (by bootstrap). Over the whole

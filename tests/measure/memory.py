@@ -1,6 +1,6 @@
 """What a window's gradients take on each rank, by engine and `sync`, in units of all the model's gradients.
 
-    python -m tests.measure_memory
+    python -m tests.measure.memory
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import nn
 
 import gradsync
 from gradsync.engines import attach
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 WIDTH, DEPTH, STEPS = 256, 8, 4
 
@@ -95,7 +95,7 @@ def main() -> None:
     print("| engine, sync | gradients held between micro-batches | at most in a backward | parameters kept gathered |")
     print("|---|---:|---:|---:|")
     for name in WAYS:
-        between, peak, params = max(ranks.run("tests.measure_memory:measure", name))
+        between, peak, params = max(ranks.run("tests.measure.memory:measure", name))
         print(f"| {name} | {between:.2f} | {peak:.2f} | {params:.2f} |")
     ranks.stop()
     assert not dist.is_initialized()

@@ -1,7 +1,7 @@
 """The CPU cost of a micro-step of a tiny model, each way interleaved with the others in one run.
 
-    python -m tests.measure_speed                                            # one rank
-    torchrun --standalone --nproc-per-node 2 -m tests.measure_speed          # two
+    python -m tests.measure.speed                                            # one rank
+    torchrun --standalone --nproc-per-node 2 -m tests.measure.speed          # two
 
 Best of several rounds, in microseconds, and as a ratio to the hand-written `no_sync` loop.
 """

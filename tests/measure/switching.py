@@ -1,6 +1,6 @@
 """What holding and releasing an FSDP2 model costs a micro-step, in microseconds.
 
-    python -m tests.measure_switching
+    python -m tests.measure.switching
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from gradsync import GradSyncError, LossSum
-from tests.program_model import LEARNING_RATE, Boom, Net, SkipMe, Trap, data, loss_of
-from tests.reference import Recorder
+from tests.programs.model import LEARNING_RATE, Boom, Net, SkipMe, Trap, data, loss_of
+from tests.support.reference import Recorder
 
 WRAPS = {
     "bare": None,

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.program_model import Model
+from tests.programs.model import Model
 
 LIMIT = 20.0  # seconds a program may take; one takes a few hundredths
 LIMIT_SHRINKING = 6.0  # once one has failed
@@ -205,9 +205,9 @@ def run(program: dict, pool, totals: Totals | None = None, limit: float = LIMIT)
     refusals = [["refused" in str(one["result"]) or "?" in str(one["result"]) for one in mine] for mine in model.expected]
     ranks = pool(program["ranks"])
     if not ranks._processes:
-        ranks.run("tests.cases_programs:ready")  # starting them is not the program's time
+        ranks.run("tests.programs.player:ready")  # starting them is not the program's time
         start = time.monotonic()
-    seen = ranks.run("tests.cases_programs:play", program, model.scripts, refusals, limit=limit)
+    seen = ranks.run("tests.programs.player:play", program, model.scripts, refusals, limit=limit)
     if totals is not None:
         totals.add(program, model, time.monotonic() - start)
     check(program, model, seen)
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--program", help="a file with one program, as a failure prints it")
     args = parser.parse_args()
-    from tests.ranks import Ranks
+    from tests.support.ranks import Ranks
 
     pools: dict = {}
     pool = lambda size: pools.setdefault(size, Ranks(size))  # noqa: E731

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from gradsync.engines import find
-from tests.cases_resume import through_a_file
-from tests.engine_cases import DECAY, LR, data, mean_loss, reference, same
-from tests.engine_homes import Home, home_of, mesh, net
+from tests.resume.runs import through_a_file
+from tests.engines.scenarios import DECAY, LR, data, mean_loss, reference, same
+from tests.support.homes import Home, home_of, mesh, net
 
 NUM = 5  # micro-batches: a window of 3, and a tail of 2
 

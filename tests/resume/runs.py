@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradsync import LossSum, accumulating
-from tests.reference import mean_loss, micro_batch, small_model, sum_loss
+from tests.support.reference import mean_loss, micro_batch, small_model, sum_loss
 
 NUM = 7  # micro-batches: two windows of 3, and a tail or a window that stays open
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gradsync._state import own_names
-from tests.engine_homes import HOMES
-from tests.engine_states import KINDS
+from tests.support.homes import HOMES
+from tests.resume.engine_states import KINDS
 
-CASES = "tests.engine_states:"
+CASES = "tests.resume.engine_states:"
 SHARDED = [name for name in HOMES if name.startswith(("fsdp", "hsdp", "replicate_fsdp"))]
 FSDP1 = [name for name in HOMES if name.startswith("fsdp1")]
 

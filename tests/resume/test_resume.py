@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from gradsync import GradSyncError, accumulating
-from tests.cases_resume import Run, finish, resumed_anywhere, same, through_a_file
-from tests.reference import mean_loss, micro_batch, small_model
+from tests.resume.runs import Run, finish, resumed_anywhere, same, through_a_file
+from tests.support.reference import mean_loss, micro_batch, small_model
 
-CASES = "tests.cases_resume:"
+CASES = "tests.resume.runs:"
 KINDS = [
     "mean", "sum", "sum float", "sum tensor", "scaler", "scheduler", "clip", "skip", "two models", "not in a module",
     "buffers", "unused", "function", "each", "carry",

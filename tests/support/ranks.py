@@ -72,7 +72,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "gradsync", "tests.ranks"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "gradsync", "tests.support.ranks"])
         init = os.path.join(tempfile.mkdtemp(prefix="gradsync-ranks-"), "store")
         for rank in range(self.size):
             here, there = context.Pipe()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import gradsync
-from tests.typecheck.accepts import Trainer, train_step
+from tests.typing_.accepts import Trainer, train_step
 
 
 def misuse(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-ACCEPTS, REJECTS = ROOT / "tests/typecheck/accepts.py", ROOT / "tests/typecheck/rejects.py"
+ROOT = Path(__file__).parents[2]
+ACCEPTS, REJECTS = ROOT / "tests/typing_/accepts.py", ROOT / "tests/typing_/rejects.py"
 
 
 def marked() -> set[int]:

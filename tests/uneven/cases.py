@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradsync
 from gradsync import LossSum, accumulating
-from tests.reference import (
+from tests.support.reference import (
     Recorder, assert_equal_updates, cut, mean_loss, micro_batch, small_model, sum_loss, train, window_mean,
 )  # fmt: skip
 

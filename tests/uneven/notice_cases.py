@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradsync
 from gradsync import GradSyncError, LossSum, accumulating
 from gradsync.functional import _listener
-from tests.reference import Recorder, assert_equal_updates, mean_loss, micro_batch, small_model, sum_loss, train, window_mean
+from tests.support.reference import Recorder, assert_equal_updates, mean_loss, micro_batch, small_model, sum_loss, train, window_mean
 
 STEPS = 3
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-CASES = "tests.cases_notice:"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+CASES = "tests.uneven.notice_cases:"
 WRAPS = ["bare", "ddp"]
 
 

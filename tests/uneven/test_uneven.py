@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-CASES = "tests.cases_uneven:"
+CASES = "tests.uneven.cases:"
 KINDS = ["fsdp2", "fsdp2, root not wrapped", "fsdp1", "fsdp1, not sharded"]
 
 
