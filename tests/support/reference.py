@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import torch
 from torch import nn
+
+from tests.support.compare import assert_equal_updates  # noqa: F401
 
 
 class Recorder(torch.optim.SGD):
@@ -82,16 +83,3 @@ def train(model: nn.Module, windows, loss_of_window, lr: float = 0.1) -> tuple[l
 
 def window_mean(model, window):
     return sum(mean_loss(model, micro_batch(r, i)) for r, i in window) / len(window)
-
-
-def assert_equal_updates(seen, expected, tolerance: float = 1e-12) -> None:
-    assert len(seen) == len(expected), f"{len(seen)} updates instead of {len(expected)}"
-    for number, (a, b) in enumerate(zip(seen, expected)):
-        for place, (x, y) in enumerate(zip(a, b)):
-            if x is None or y is None:
-                assert x is None and y is None, f"update {number}, parameter {place}: {x} is not {y}"
-            else:
-                error = (x - y).abs().max().item() / max(1e-30, y.abs().max().item())
-                assert error < tolerance or math.isclose(y.abs().max().item(), 0, abs_tol=1e-15), (
-                    f"update {number}, parameter {place}: off by {error}"
-                )
