@@ -95,7 +95,7 @@ def main() -> None:
     print("| engine, sync | gradients held between micro-batches | at most in a backward | parameters kept gathered |")
     print("|---|---:|---:|---:|")
     for name in WAYS:
-        between, peak, params = max(ranks.run("tests.measure.memory:measure", name))
+        between, peak, params = max(ranks.run(measure, name))
         print(f"| {name} | {between:.2f} | {peak:.2f} | {params:.2f} |")
     ranks.stop()
     assert not dist.is_initialized()

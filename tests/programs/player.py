@@ -1,8 +1,7 @@
-"""What runs on the ranks for test_programs.py: one rank's script of calls, and what it sees after each."""
+"""What runs on the ranks: one rank's script of calls, and what it sees after each."""
 
 from __future__ import annotations
 
-import io
 import warnings
 
 import torch
@@ -11,8 +10,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from gradsync import GradSyncError, LossSum
-from tests.programs.model import LEARNING_RATE, Boom, Net, SkipMe, Trap, data, loss_of
-from tests.support.reference import Recorder
+from tests.programs.micro_batches import LEARNING_RATE, Boom, SkipMe, data, loss_of
+from tests.support.files import through_a_file
+from tests.support.models import Square
+from tests.support.recorder import Recorder
+from tests.support.traps import Trap
 
 WRAPS = {
     "bare": None,
@@ -59,7 +61,7 @@ def average(_, bucket):
 class Player:
     def __init__(self, program: dict) -> None:
         self.program = program
-        self.nets = [Net(100 + i, m["unused"], m["buffers"]) for i, m in enumerate(program["models"])]
+        self.nets = [Square(100 + i, m["unused"], m["buffers"]) for i, m in enumerate(program["models"])]
         self.homes = [wrap(net, m["wrap"]) for net, m in zip(self.nets, program["models"], strict=True)]
         self.lane_nets = [[self.nets[m] for m in lane["models"]] for lane in program["lanes"]]
         self.optimizers = [
@@ -199,7 +201,7 @@ class Player:
         return "end"
 
     def save(self, f: int, slot: int) -> str:
-        self.states[f, slot] = _through_a_file(self.functions[f].state_dict())
+        self.states[f, slot] = through_a_file(self.functions[f].state_dict())
         return "end"
 
     def load(self, f: int, slot: int) -> str:
@@ -207,7 +209,7 @@ class Player:
         return "end"
 
     def resume(self, f: int) -> str:
-        state = _through_a_file(self.functions[f].state_dict())
+        state = through_a_file(self.functions[f].state_dict())
         self.functions[f].reset()
         self.functions[f] = self.make(f)
         self.functions[f].load_state_dict(state)
@@ -249,10 +251,3 @@ def _progress(function) -> dict:
         "loss": None if p.loss is None else p.loss.item(),
         "grad_norm": None if p.grad_norm is None else p.grad_norm.item(),
     }  # fmt: skip
-
-
-def _through_a_file(state: dict) -> dict:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)

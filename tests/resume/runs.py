@@ -1,8 +1,6 @@
-"""Runs that can be saved and gone on with, for test_resume.py: here, and on real ranks."""
+"""Runs of every kind that can be saved and gone on with: here, and on real ranks."""
 
 from __future__ import annotations
-
-import io
 
 import torch
 import torch.distributed as dist
@@ -10,20 +8,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradsync import LossSum, accumulating
-from tests.support.reference import mean_loss, micro_batch, small_model, sum_loss
+from tests.support.compare import assert_equal_state
+from tests.support.files import through_a_file
+from tests.support.models import small_model
+from tests.support.reference import mean_loss, micro_batch, sum_loss
 
 NUM = 7  # micro-batches: two windows of 3, and a tail or a window that stays open
 
 
 class Bad(Exception):
     """A record that cannot be used."""
-
-
-def through_a_file(state: dict) -> dict:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 class Run:
@@ -109,16 +103,6 @@ class Run:
         return {**facts, **{name: tensor.clone() for name, tensor in tensors.items()}}
 
 
-def same(a: dict, b: dict, tolerance: float = 0.0) -> None:
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        if isinstance(value, torch.Tensor):
-            off = (value - b[name]).abs().max()
-            assert torch.equal(value, b[name]) or off < tolerance, f"{name} differs by {off}"
-        else:
-            assert value == b[name], f"{name}: {value} and {b[name]}"
-
-
 def finish(run: Run, start: int, how: str, num: int = NUM) -> dict:
     if how == "over":
         for i in run.step.over(range(start, num)):
@@ -157,66 +141,6 @@ def resumed_anywhere(kind: str, how: str, lengths: list[int] | None = None) -> N
         assert (now.micro_steps, now.window, now.index) == (stop, before.window, before.index)
         # A static graph synchronises its very first micro-batch, once more in each process: equal, but added otherwise.
         try:
-            same(expected, finish(again, now.micro_steps, how, num), 1e-14 if kind == "static" else 0.0)
+            assert_equal_state(expected, finish(again, now.micro_steps, how, num), 1e-14 if kind == "static" else 0.0)
         except AssertionError as error:
             raise AssertionError(f"resumed after {stop}: {error}") from error
-
-
-def a_state_for_other_ranks() -> str:
-    """It was saved by one process, and is loaded on two."""
-    run = Run("mean", dist.get_rank())
-    run.call(0)
-    state = run.step.state_dict()
-    run.step.reset()
-    state["windows"][0]["num_ranks"] = 1
-    run.step.load_state_dict  # noqa: B018
-    try:
-        run.step.load_state_dict(state)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def bare_and_ddp() -> None:
-    """The same names with and without a wrapper: what was saved on one can be loaded on the other."""
-    rank = dist.get_rank()
-    expected = finish(Run("ddp", rank), 0, "over")
-    for one, other in (("ddp", "mean"), ("mean", "ddp")):
-        run = Run(one, rank)
-        for i in range(5):
-            run.call(i)
-        state = run.save()
-        run.step.reset()
-        again = Run(other, rank)
-        again.load(state)
-        same(expected, finish(again, 5, "over"))
-
-
-def every_sample_once(stop: int) -> list[list[int]]:
-    """The samples that this rank learnt from, by epoch, in a run that is cut and gone on with."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    in_epoch, seen, state = 5, [[], []], None
-    for limit in (stop, 10**6):
-        model = small_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        @accumulating(steps=2)
-        def step(model, optimizer, numbers, epoch):
-            seen[epoch] += numbers
-            return mean_loss(model, micro_batch(0, numbers[0]))
-
-        if state is not None:
-            step.load_state_dict(state)
-        for epoch in range(step.progress.micro_steps // in_epoch, 2):
-            order = torch.randperm(in_epoch * size * 3, generator=torch.Generator().manual_seed(epoch)).view(-1, 3)
-            mine = order[rank::size].tolist()
-            for numbers in step.over(mine[step.progress.micro_steps - epoch * in_epoch :]):
-                step(model, optimizer, numbers, epoch)
-                if step.progress.micro_steps == limit:
-                    break
-            else:
-                continue
-            break
-        state = through_a_file(step.state_dict())
-        step.reset()
-    return seen

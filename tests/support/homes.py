@@ -1,4 +1,4 @@
-"""One small model on every engine: what the table of test_engines_table.py has as columns."""
+"""One small model on every engine: the columns of the tables in tests/engines and tests/uneven."""
 
 from __future__ import annotations
 
@@ -11,75 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-
-class Poison(torch.autograd.Function):
-    """Zero, with a gradient of inf."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return torch.full_like(grad, float("inf"))
-
-
-class Failing(torch.autograd.Function):
-    """The identity, until its backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("in backward")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fails = ""
-        self.up = nn.Linear(4, 6)
-        self.down = nn.Linear(6, 4)
-
-    def forward(self, x, poison=False):
-        if self.fails == "backward":
-            x = Failing.apply(x)
-        if self.fails == "forward":
-            raise ArithmeticError("in forward")
-        x = x + self.down(torch.tanh(self.up(x)))
-        if poison:  # one element of one parameter: on a sharded engine, one rank's
-            weight = self.up.weight.to_local() if hasattr(self.up.weight, "to_local") else self.up.weight
-            x = x + Poison.apply(weight[0, 0])
-        return x
-
-
-class Net(nn.Module):
-    """Two blocks, a parameter of the root's own, and one that nothing uses."""
-
-    def __init__(self, unused: bool = False) -> None:
-        super().__init__()
-        self.first = Block()
-        self.second = Block()
-        self.scale = nn.Parameter(torch.ones(4))
-        if unused:
-            self.second.register_parameter("unused", nn.Parameter(torch.ones(4)))
-
-    def forward(self, x, poison=False, only_first=False):
-        x = self.first(x, poison)
-        if not only_first:
-            x = self.second(x)
-        return x * self.scale
-
-    def score(self, x):
-        """A method beside forward."""
-        return self(x)
-
-
-def net(dtype=torch.float64, unused: bool = False) -> Net:
-    torch.manual_seed(7)
-    return Net(unused).to(dtype)
+from tests.support.models import net
 
 
 @dataclass

@@ -1,12 +1,11 @@
 """Real ranks for the tests: processes that are started once, joined by gloo, and given one case after another.
 
-A case is a module-level function of a tests module, given as itself or as "module:name"; it runs on every rank at once,
-and its return values come back in the order of ranks. Each case has a time limit: a hang ends the ranks and fails the test.
+A case is a module-level function; it runs on every rank at once, and its return values come back in the order of ranks.
+Each case has a time limit: a hang ends the ranks and fails the test.
 """
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import pickle
@@ -32,18 +31,16 @@ class Ranks:
         self._processes: list = []
         self._pipes: list = []
 
-    def run(self, case: Callable | str, *args: object, limit: float = TIME_LIMIT) -> list:
-        """Run `module:function` on every rank; what they returned."""
+    def run(self, case: Callable, *args: object, limit: float = TIME_LIMIT) -> list:
+        """Run a function on every rank; what they returned."""
         results = self.outcomes(case, *args, limit=limit)
         failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(results) if not ok]
         if failed:
-            raise RankError(f"{case}{args} failed on\n" + "\n".join(failed))
+            raise RankError(f"{case.__module__}.{case.__qualname__}{args} failed on\n" + "\n".join(failed))
         return [value for _, value in results]
 
-    def outcomes(self, case: Callable | str, *args: object, limit: float = TIME_LIMIT) -> list:
+    def outcomes(self, case: Callable, *args: object, limit: float = TIME_LIMIT) -> list:
         """The same, with (True, value) or (False, traceback) a rank."""
-        if callable(case):
-            case = f"{case.__module__}:{case.__qualname__}"
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -91,17 +88,14 @@ def _serve(rank: int, size: int, init: str, pipe) -> None:
     dist.init_process_group("gloo", init_method=f"file://{init}", rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     while True:
         try:
-            case, args = pickle.loads(pipe.recv_bytes())
+            sent = pipe.recv_bytes()
         except EOFError:
             break
-        module, _, name = case.partition(":")
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
         try:
-            found = importlib.import_module(module)
-            for part in name.split("."):
-                found = getattr(found, part)
-            outcome = (True, found(*args))
+            case, args = pickle.loads(sent)  # by their names: this imports the modules that they are in
+            outcome = (True, case(*args))
             dist.barrier()
         except BaseException:
             outcome = (False, traceback.format_exc())

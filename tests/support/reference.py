@@ -1,4 +1,7 @@
-"""The independent answer: one process, float64, all the data at once, plain autograd."""
+"""The independent answer: one process, float64, all the data at once, plain autograd, SGD written out.
+
+Nothing of gradsync is in here, nor of torch's optimizers.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +10,31 @@ import copy
 import torch
 from torch import nn
 
-from tests.support.compare import assert_equal_updates  # noqa: F401
 
-
-class Recorder(torch.optim.SGD):
-    """SGD that keeps what it was given: the gradients of each update."""
-
-    def __init__(self, params, lr: float = 0.1, **kwargs) -> None:
-        super().__init__(params, lr=lr, **kwargs)
-        self.seen: list[list[torch.Tensor | None]] = []
-
-    def step(self, closure=None):
-        self.seen.append([
-            None if p.grad is None else p.grad.detach().to_dense().clone()
-            for group in self.param_groups
-            for p in group["params"]
-        ])
-        return super().step(closure)
-
-
-def small_model(dtype=torch.float64, unused: bool = False) -> nn.Module:
-    torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
-    if unused:
-        model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=dtype)))
-    return model
-
-
-def micro_batch(rank: int, index: int, rows: int = 4, dtype=torch.float64) -> torch.Tensor:
+def rows_of(seed: int, rows: int, width: int = 3, dtype=torch.float64) -> torch.Tensor:
     """The same data wherever it is asked for."""
-    generator = torch.Generator().manual_seed(1000 * rank + index)
-    return torch.randn(rows, 3, generator=generator, dtype=dtype)
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def micro_batch(rank: int, index: int, rows: int = 4, dtype=torch.float64, width: int = 3) -> torch.Tensor:
+    return rows_of(1000 * rank + index, rows, width, dtype)
+
+
+def mean_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean() + output.sum() * 0.1
 
 
 def mean_loss(model, x):
-    y = model(x)
-    return y.square().mean() + y.sum() * 0.1
+    return mean_of(model(x))
 
 
 def sum_loss(model, x):
     return model(x).square().sum()
+
+
+def window_mean(model, window):
+    """The loss of a whole window of (rank, index)."""
+    return sum(mean_loss(model, micro_batch(r, i)) for r, i in window) / len(window)
 
 
 def cut(lengths: list[int], steps) -> list[list[tuple[int, int]]]:
@@ -63,23 +51,36 @@ def cut(lengths: list[int], steps) -> list[list[tuple[int, int]]]:
 
 
 def train(model: nn.Module, windows, loss_of_window, lr: float = 0.1) -> tuple[list, nn.Module]:
-    """SGD over windows; `loss_of_window(model, [(rank, index), ...])` is the whole window's loss."""
+    """The gradients of each update, and the model after the last; `loss_of_window(model, [(rank, index), ...])` is a
+    whole window's loss, or None for no update.
+    """
     model = copy.deepcopy(model)
-    seen = []
+    return [grads for grads, _ in _updates(model, windows, loss_of_window, lr)], model
+
+
+def states(model: nn.Module, windows, loss_of_window, lr: float = 0.1, decay: float = 0.0, clip=None) -> list:
+    """The parameters by name after each update; with `clip`, before each the norm that was clipped."""
+    model, found = copy.deepcopy(model), []
+    for _, norm in _updates(model, windows, loss_of_window, lr, decay, clip):
+        found += [] if clip is None else [norm]
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return found
+
+
+def _updates(model: nn.Module, windows, loss_of_window, lr: float, decay: float = 0.0, clip: float | None = None):
     parameters = list(model.parameters())
     for window in windows:
         loss = loss_of_window(model, window)
         if loss is None:
             continue
-        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
-        grads = [None if g is None else g.to_dense() for g in grads]
-        seen.append(grads)
+        trained = [p for p in parameters if p.requires_grad]
+        found = dict(zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True))
+        grads = [None if found.get(p) is None else found[p].to_dense() for p in parameters]
+        norm = torch.cat([g.flatten() for g in grads if g is not None]).norm()
+        if clip is not None:
+            grads = [None if g is None else g * min(1.0, clip / (norm.item() + 1e-6)) for g in grads]
         with torch.no_grad():
-            for p, g in zip(parameters, grads):
+            for p, g in zip(parameters, grads, strict=True):
                 if g is not None:
-                    p -= lr * g
-    return seen, model
-
-
-def window_mean(model, window):
-    return sum(mean_loss(model, micro_batch(r, i)) for r, i in window) / len(window)
+                    p -= lr * (g + decay * p)
+        yield grads, norm
