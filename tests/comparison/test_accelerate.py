@@ -79,7 +79,7 @@ def the_tail() -> None:
     expected, _ = train(small_model(), cut([4] * size, 3), window_mean)
     assert_equal_updates(optimizer.seen, expected)
     assert len(theirs) == 2
-    for theirs_g, exact in zip(theirs[1], expected[1]):
+    for theirs_g, exact in zip(theirs[1], expected[1], strict=True):
         torch.testing.assert_close(theirs_g, exact / 3)
 
 

@@ -41,7 +41,7 @@ def test_a_scaler_skips_a_window_with_an_inf_and_the_scheduler_waits(fused):
     before = copy.deepcopy(model.state_dict())
     for i, factor in enumerate([1.0, float("inf")]):
         step(model, optimizer, scheduler, scaler, micro_batch(0, i, dtype=torch.float32), factor)
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
     assert not step.progress.stepped and step.progress.skipped == 1 and step.progress.updates == 0
     assert optimizer.param_groups[0]["lr"] == 0.1 and scaler.get_scale() == 512.0
     for i in range(2):
@@ -50,7 +50,7 @@ def test_a_scaler_skips_a_window_with_an_inf_and_the_scheduler_waits(fused):
     assert optimizer.param_groups[0]["lr"] == 0.05
     _, expected = train(small_model(torch.float32), cut([2], 2), lambda m, w: sum(
         mean_loss(m, micro_batch(0, i, dtype=torch.float32)) for _, i in w) / len(w))
-    for p, q in zip(model.parameters(), expected.parameters()):
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p, q)
 
 

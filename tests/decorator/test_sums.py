@@ -41,5 +41,5 @@ def test_counts_may_be_ints_floats_and_tensors_and_zero(count):
     step(model, optimizer, micro_batch(0, 1), 0)  # counts that add up to zero: no update
     expected, _ = train(small_model(), [[(0, 1)]], lambda m, w: sum_loss(m, micro_batch(0, 1)) / 12)
     assert_equal_updates(optimizer.seen, expected)
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
     assert step.progress.skipped == 1 and step.progress.window == 2

@@ -110,15 +110,22 @@ def problem(words: list[str]) -> str | None:
                 return f"there is no extra {extra}"
     modules = [after for word, after in zip(words, words[1:], strict=False) if word == "-m"]
     for module in modules:
-        if module.startswith("gradsync") and importlib.util.find_spec(module) is None:
+        if module.startswith(("gradsync", "tests")) and importlib.util.find_spec(module) is None:
             return f"there is no module {module}"
-    scripts = [position for position, word in enumerate(words) if word.endswith(".py") and (ROOT / word).is_file()]
+    scripts = [position for position, word in enumerate(words) if script_of(word) is not None]
     if scripts:
-        known = options(ROOT / words[scripts[-1]])
+        known = options(script_of(words[scripts[-1]]))
         unknown = [word for word in words[scripts[-1] + 1 :] if word.startswith("-") and word.split("=")[0] not in known]
         if unknown:
             return f"{words[scripts[-1]]} has no option {unknown[0]}"
     return None
+
+
+def script_of(word: str) -> Path | None:
+    """The file of a script, or of a module or package of the tests that is run by `-m`."""
+    path = ROOT / word.replace(".", "/") if word.startswith("tests.") else None
+    names = [ROOT / word] if word.endswith(".py") else [path.with_suffix(".py"), path / "__main__.py"] if path else []
+    return next((name for name in names if name.is_file()), None)
 
 
 def options(script: Path) -> set[str]:
@@ -228,6 +235,10 @@ def test_a_block_that_would_not_run_is_refused(language: str) -> None:
         ("examples/none.py", "there is no file examples/none.py"),
         ("examples/gpt.py --slow", "examples/gpt.py has no option --slow"),
         ("-m gradsync.nothing", "there is no module gradsync.nothing"),
+        ("-m tests.nothing", "there is no module tests.nothing"),
+        ("-m tests.programs --programs 5", None),
+        ("-m tests.programs --fast", "tests.programs has no option --fast"),
+        ("-m tests.measure.speed --rounds 3", None),
         ("-m pip install -e '.[test,nothing]'", "there is no extra nothing"),
     ],
 )

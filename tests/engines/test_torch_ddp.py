@@ -77,7 +77,7 @@ def test_backward_stats_move_with_a_synchronisation_and_only_then(ddp):
         ddp(torch.ones(1, 2)).sum().backward()
     assert ddp.reducer.get_backward_stats() == before
     ddp(torch.ones(1, 2)).sum().backward()
-    assert all(a != b for a, b in zip(ddp.reducer.get_backward_stats(), before))
+    assert all(a != b for a, b in zip(ddp.reducer.get_backward_stats(), before, strict=True))
     ddp.zero_grad()
 
 

@@ -56,7 +56,7 @@ def bitwise(config: str, make: str, dtype: str, how: str) -> None:
         step = accumulating(steps=3)(lambda model, optimizer, x: mean_loss(model, x))
         for x in step.over(data) if how.endswith("over") else data:
             step(mine, optimizer, x)
-    for (name, a), b in zip(one.state_dict().items(), two.state_dict().values()):
+    for (name, a), b in zip(one.state_dict().items(), two.state_dict().values(), strict=True):
         assert torch.equal(a, b), f"{name} differs by {(a - b).abs().max()}"
 
 

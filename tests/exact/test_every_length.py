@@ -49,7 +49,7 @@ def all_lengths(steps: int, mode: str, wrap: str, most: int) -> int:
                     optimizer.zero_grad()
         expected, end = train(small_model(), cut([length] * size, steps), window_mean)
         assert_equal_updates(optimizer.seen, expected)
-        for p, q in zip(model.parameters(), end.parameters()):
+        for p, q in zip(model.parameters(), end.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-13)
     return most + 1
 

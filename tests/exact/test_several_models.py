@@ -76,6 +76,7 @@ def static_pair(steps: int, sync: str) -> None:
 
     for i in range(3 * steps):
         step(*homes, optimizer, micro_batch(rank, i))
+    assert len(optimizer.seen) == 3
     for number, seen in enumerate(optimizer.seen):
         places = [(r, i) for r in range(2) for i in range(number * steps, (number + 1) * steps)]
         loss = sum(mean_loss(models[1], models[0](micro_batch(*place))) for place in places) / len(places)

@@ -17,6 +17,7 @@ LEFT = r"A rank has ended or hangs, .* Start the job again from its last checkpo
 
 
 def check(seen: dict[int, dict], text: str, cause: str = "RuntimeError") -> None:
+    assert seen
     for rank, saw in seen.items():
         assert saw["kind"] == "GradSyncError" and re.search(text, saw["text"]), f"rank {rank}: {saw}"
         assert saw["cause"] == cause, f"rank {rank}: {saw}"

@@ -32,7 +32,7 @@ def test_clip_is_torchs(gradients, max_norm):
     norm = F.clip(mine, max_norm)
     expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     assert norm.item() == pytest.approx(expected.item())
-    for a, b in zip(mine, theirs):
+    for a, b in zip(mine, theirs, strict=True):
         assert (a.grad is None) == (b.grad is None)
         if a.grad is not None:
             torch.testing.assert_close(a.grad, b.grad)
@@ -42,7 +42,7 @@ def test_clip_is_torchs(gradients, max_norm):
 def test_normalise(gradients, by):
     parameters = parameters_with(gradients)
     F.normalise(parameters, by)
-    for parameter, values in zip(parameters, gradients):
+    for parameter, values in zip(parameters, gradients, strict=True):
         if values is not None:
             torch.testing.assert_close(parameter.grad, torch.tensor(values, dtype=torch.float64) * by)
 

@@ -79,7 +79,7 @@ def test_several_windows_of_one_function():
             model.load_state_dict(one)
         for i in range(stop, 10):
             call(again, i)
-        for a, b in zip(whole[1], again[1]):
+        for a, b in zip(whole[1], again[1], strict=True):
             assert_equal_state(a.state_dict(), b.state_dict())
         assert repr(whole[0].state_dict()) == repr(again[0].state_dict())
         again[0].reset()

@@ -79,10 +79,10 @@ def several_windows(lengths: list[int], nested: bool) -> str:
     assert_equal_updates(optimizers[0].seen, expected)
     inner = [[grad for grad in window[2:]] for window in optimizers[1].seen]
     assert_equal_updates(inner, expected)
-    for buffer in models[1].buffers():
+    for buffer in models[1].buffers() if lengths != [7, 7] else ():  # where nobody has run out they are made equal later
         both = [torch.zeros_like(buffer) for _ in range(2)]
         dist.all_gather(both, buffer)
-        assert torch.equal(*both) or lengths == [7, 7]
+        assert torch.equal(*both)
     return "exact"
 
 
