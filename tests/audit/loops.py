@@ -1,6 +1,6 @@
 """The loops that `test_audit.py` audits: each runs on real ranks and is compared with the collectives it really made.
 
-`python audit_loops.py RANK RANKS DIRECTORY` runs all loops for that number of ranks and writes what came out, as JSON.
+`python -m tests.audit.loops RANK RANKS DIRECTORY` runs all loops for that number of ranks and writes what came out, as JSON.
 The truth comes from torch's flight recorder, which the audit does not use.
 """
 

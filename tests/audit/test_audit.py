@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from gradsync._audit import backward as backward_module
 from gradsync._audit.counts import Counts, Stretch
 from gradsync._audit.report import AuditReport
 from gradsync._errors import GradSyncError
+from tests.audit import loops
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120  # seconds for all loops of one number of ranks
@@ -68,8 +70,9 @@ def four_ranks(tmp_path_factory):
     return run_ranks(4, tmp_path_factory.mktemp("audit4"))
 
 
-def outcomes(ranks: list[dict[str, Any]], name: str) -> list[SimpleNamespace]:
-    found = []
+def outcomes(ranks: list[dict[str, Any]], loop: Callable) -> list[SimpleNamespace]:
+    """What each rank saw in a loop of loops.py."""
+    name, found = loop.__name__, []
     for rank, results in enumerate(ranks):
         assert name in results, f"rank {rank} did not get to {name}: {[k for k, v in results.items() if 'failed' in v]}"
         assert "failed" not in results[name], results[name]["failed"]
@@ -87,23 +90,23 @@ def times_reduced(one: SimpleNamespace, size: int) -> int:
     return sum(op == "all_reduce" and numel == size for op, numel, _ in one.collectives)
 
 
-# name: (syncs, wasted, missed, words of its advice)
+# loop: (syncs, wasted, missed, words of its advice)
 KNOWN_BUGS = {
-    "never_held": (12, 9, 0, "9 of 12 synchronisations were wasted"),
-    "no_sync_around_backward_alone": (12, 9, 0, "put the forward inside no_sync as well"),
-    "first_synchronises_too": (6, 3, 0, "Run forward and backward of every micro-batch but the last"),
-    "first_instead_of_last": (3, 0, 3, "off by one"),
-    "flag_flipped_after_forward": (3, 0, 3, "before the forward"),
-    "bypassed": (0, 0, 3, "not model.module(x)"),
-    "static_graph_never_held": (12, 8, 0, "8 of 12 synchronisations were wasted"),
+    loops.never_held: (12, 9, 0, "9 of 12 synchronisations were wasted"),
+    loops.no_sync_around_backward_alone: (12, 9, 0, "put the forward inside no_sync as well"),
+    loops.first_synchronises_too: (6, 3, 0, "Run forward and backward of every micro-batch but the last"),
+    loops.first_instead_of_last: (3, 0, 3, "off by one"),
+    loops.flag_flipped_after_forward: (3, 0, 3, "before the forward"),
+    loops.bypassed: (0, 0, 3, "not model.module(x)"),
+    loops.static_graph_never_held: (12, 8, 0, "8 of 12 synchronisations were wasted"),
 }
 
 
-@pytest.mark.parametrize("name", KNOWN_BUGS)
-def test_each_known_bug_is_found_and_named(two_ranks, name):
+@pytest.mark.parametrize("loop", KNOWN_BUGS)
+def test_each_known_bug_is_found_and_named(two_ranks, loop):
     """Rows 3 to 7 of the list of what users run into: the count is the true one, and the advice is the right one."""
-    syncs, wasted, missed, words = KNOWN_BUGS[name]
-    for one in outcomes(two_ranks, name):
+    syncs, wasted, missed, words = KNOWN_BUGS[loop]
+    for one in outcomes(two_ranks, loop):
         assert elements_reduced(one) == NUMEL * syncs, "the loop itself is not what the test means"
         assert (one.backwards, one.syncs, one.updates) == (BACKWARDS, syncs, WINDOWS)
         assert (one.wasted, one.missed, one.discarded) == (wasted, missed, 0)
@@ -115,7 +118,7 @@ def test_each_known_bug_is_found_and_named(two_ranks, name):
 
 def test_a_tail_that_never_synchronised_is_missed(two_ranks):
     """Row 3: the loop steps on what the short last window left, and no rank told the other."""
-    for one in outcomes(two_ranks, "tail_never_synchronised"):
+    for one in outcomes(two_ranks, loops.tail_never_synchronised):
         assert elements_reduced(one) == NUMEL
         assert (one.backwards, one.syncs, one.updates, one.wasted, one.missed) == (6, 1, 2, 0, 1)
         assert "1 of 2 optimizer steps used gradients that were held back" in one.advice[0]
@@ -124,7 +127,7 @@ def test_a_tail_that_never_synchronised_is_missed(two_ranks):
 
 def test_a_bare_model_on_several_ranks_misses_every_step(two_ranks):
     """Without an engine nothing brings the gradients together."""
-    for one in outcomes(two_ranks, "bare_on_several_ranks"):
+    for one in outcomes(two_ranks, loops.bare_on_several_ranks):
         assert one.collectives == []
         assert (one.backwards, one.syncs, one.updates, one.bytes, one.missed) == (3, 0, 3, 0, 3)
         assert "no engine synchronises, on 2 ranks" in one.advice[0]
@@ -132,41 +135,41 @@ def test_a_bare_model_on_several_ranks_misses_every_step(two_ranks):
 
 def test_parameters_unfrozen_behind_ddps_back_are_missed(two_ranks):
     """DDP reduces what was trainable when it was made: what is unfrozen later stays this rank's own."""
-    for one in outcomes(two_ranks, "unfrozen_after_ddp_was_made"):
+    for one in outcomes(two_ranks, loops.unfrozen_after_ddp_was_made):
         assert elements_reduced(one) == 2 * 24
         assert one.before == [0, 4 * 24]
         assert (one.syncs, one.missed, one.bytes) == (2, 1, 2 * 4 * 24)
 
 
 RIGHT = {
-    "right_default": NUMEL,
-    "right_find_unused": NUMEL,
-    "right_bucket_views": NUMEL,
-    "right_small_buckets": NUMEL,
-    "right_zeroed_in_place": NUMEL,
-    "right_buffers": 74,
-    "accelerate_accumulate": NUMEL,
-    "fabric_no_backward_sync": NUMEL,
-    "finished_by_a_backward_of_its_own": NUMEL,
+    loops.right_default: NUMEL,
+    loops.right_find_unused: NUMEL,
+    loops.right_bucket_views: NUMEL,
+    loops.right_small_buckets: NUMEL,
+    loops.right_zeroed_in_place: NUMEL,
+    loops.right_buffers: 74,
+    loops.accelerate_accumulate: NUMEL,
+    loops.fabric_no_backward_sync: NUMEL,
+    loops.finished_by_a_backward_of_its_own: NUMEL,
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_loops_pass_whatever_else_is_on_the_wire(two_ranks, name):
+@pytest.mark.parametrize("loop", RIGHT)
+def test_right_loops_pass_whatever_else_is_on_the_wire(two_ranks, loop):
     """Bucket rebuilds, buffers, the map of used parameters and the number of buckets do not count."""
-    for one in outcomes(two_ranks, name):
-        ledger = 6 * WINDOWS if name == "finished_by_a_backward_of_its_own" else 0
-        assert elements_reduced(one, own=ledger) == RIGHT[name] * WINDOWS
+    for one in outcomes(two_ranks, loop):
+        ledger = 6 * WINDOWS if loop is loops.finished_by_a_backward_of_its_own else 0
+        assert elements_reduced(one, own=ledger) == RIGHT[loop] * WINDOWS
         assert (one.backwards, one.syncs, one.updates) == (BACKWARDS, WINDOWS, WINDOWS)
-        assert one.bytes == 4 * RIGHT[name] * WINDOWS
+        assert one.bytes == 4 * RIGHT[loop] * WINDOWS
         assert (one.wasted, one.missed, one.discarded, one.advice) == (0, 0, 0, [])
 
 
 def test_the_traffic_that_does_not_count_was_there(two_ranks):
     """The right loops above do rebuild buckets, broadcast buffers, and exchange the map of used parameters."""
     default, unused, buffers, small = (
-        outcomes(two_ranks, f"right_{name}")[0].collectives
-        for name in ("default", "find_unused", "buffers", "small_buckets")
+        outcomes(two_ranks, loop)[0].collectives
+        for loop in (loops.right_default, loops.right_find_unused, loops.right_buffers, loops.right_small_buckets)
     )
     assert [op for op, _, dtype in default if dtype == "Int"] == ["broadcast", "broadcast"]
     assert ["all_reduce", 4, "Int"] in unused
@@ -177,7 +180,7 @@ def test_the_traffic_that_does_not_count_was_there(two_ranks):
 def test_accelerates_and_fabrics_own_objects_are_taken(two_ranks):
     """What their `prepare` and `setup` return goes into audit as it is."""
     accelerate, fabric = (
-        outcomes(two_ranks, name)[0].wrapped for name in ("accelerate_accumulate", "fabric_no_backward_sync")
+        outcomes(two_ranks, loop)[0].wrapped for loop in (loops.accelerate_accumulate, loops.fabric_no_backward_sync)
     )
     assert accelerate == ["DistributedDataParallel", "AcceleratedOptimizer"]
     assert fabric == ["_FabricModule", "FabricSGD"]
@@ -185,28 +188,28 @@ def test_accelerates_and_fabrics_own_objects_are_taken(two_ranks):
 
 def test_a_static_graphs_first_synchronisation_is_no_waste(two_ranks):
     """torch demands it: SNNS, NNNS, NNNS is as good as it gets."""
-    for one in outcomes(two_ranks, "right_static_graph"):
+    for one in outcomes(two_ranks, loops.right_static_graph):
         assert elements_reduced(one) == NUMEL * 4
         assert (one.backwards, one.syncs, one.updates, one.wasted, one.missed) == (BACKWARDS, 4, WINDOWS, 0, 0)
 
 
 def test_a_static_graph_that_is_bypassed_is_missed(two_ranks):
     """Its first synchronisation is told by another sign than the others, which must not come by itself."""
-    for one in outcomes(two_ranks, "static_graph_bypassed"):
+    for one in outcomes(two_ranks, loops.static_graph_bypassed):
         assert elements_reduced(one) == 0
         assert (one.backwards, one.syncs, one.updates, one.missed) == (3, 0, 3, 3)
 
 
 def test_what_gradsync_reduces_past_the_reducer_counts(two_ranks):
     """A static graph's hooks cannot be run once more, so that its engine reduces the buckets itself."""
-    for one in outcomes(two_ranks, "static_graph_reduced_by_hand"):
+    for one in outcomes(two_ranks, loops.static_graph_reduced_by_hand):
         assert elements_reduced(one) == NUMEL * (4 + WINDOWS)
         assert (one.backwards, one.syncs, one.updates, one.wasted, one.missed) == (BACKWARDS, WINDOWS, WINDOWS, 0, 0)
 
 
 def test_a_users_communication_hook_stays_and_is_seen_through(two_ranks):
     """It ran for each synchronisation, and what it sent was half as much; `bytes` is of the gradients themselves."""
-    for one in outcomes(two_ranks, "users_communication_hook"):
+    for one in outcomes(two_ranks, loops.users_communication_hook):
         assert one.calls == one.syncs == 6
         assert times_reduced(one, NUMEL) == 6
         assert {dtype for op, _, dtype in one.collectives if op == "all_reduce"} == {"Half"}
@@ -215,14 +218,14 @@ def test_a_users_communication_hook_stays_and_is_seen_through(two_ranks):
 
 def test_a_users_own_collectives_do_not_count(two_ranks):
     """Of the size of a bucket, in forward and inside the backward itself; and a loss that is averaged for the log."""
-    for one in outcomes(two_ranks, "users_own_collectives"):
+    for one in outcomes(two_ranks, loops.users_own_collectives):
         assert elements_reduced(one, own=one.own * NUMEL) == WINDOWS * NUMEL
         assert (one.backwards, one.syncs, one.updates, one.wasted, one.missed) == (BACKWARDS, WINDOWS, WINDOWS, 0, 0)
 
 
 def test_a_reducer_that_is_armed_late_counts(two_ranks):
     """As gradsync does it: DDP's own forward never runs, and its flag is False throughout."""
-    for one in outcomes(two_ranks, "late_armed_by_hand"):
+    for one in outcomes(two_ranks, loops.late_armed_by_hand):
         assert elements_reduced(one) == 4 * WINDOWS * NUMEL
         assert len(one.numbers) == 4
         assert all(numbers == [BACKWARDS, WINDOWS, WINDOWS, 0, 0] for numbers in one.numbers.values())
@@ -230,7 +233,7 @@ def test_a_reducer_that_is_armed_late_counts(two_ranks):
 
 def test_a_synchronisation_without_a_backward_counts(two_ranks):
     """A zero backward at the leaves, or one of nothing at all; the third window has neither, and is missed."""
-    for one in outcomes(two_ranks, "synchronised_without_a_backward"):
+    for one in outcomes(two_ranks, loops.synchronised_without_a_backward):
         assert elements_reduced(one) == 2 * NUMEL
         assert one.seen == [[1, 0, 0], [2, 0, 0], [2, 0, 0]]
         assert (one.syncs, one.updates, one.wasted, one.missed) == (2, 3, 0, 1)
@@ -238,57 +241,57 @@ def test_a_synchronisation_without_a_backward_counts(two_ranks):
 
 def test_a_loss_in_two_parts_synchronises_once(two_ranks):
     """Two backwards of one armed forward each send some of the buckets."""
-    for one in outcomes(two_ranks, "loss_in_two_parts"):
+    for one in outcomes(two_ranks, loops.loss_in_two_parts):
         assert elements_reduced(one) == WINDOWS * 66
         assert (one.backwards, one.syncs, one.updates, one.wasted, one.missed) == (6, 3, 3, 0, 0)
 
 
 def test_compiled_models_are_seen_through(two_ranks):
     """A compiled DDP, and the DDP of a compiled module."""
-    for one in outcomes(two_ranks, "compiled_both_ways"):
+    for one in outcomes(two_ranks, loops.compiled_both_ways):
         assert elements_reduced(one) == 2 * 6 * NUMEL
         assert one.numbers == [[BACKWARDS, 6, WINDOWS, 3, 0]] * 2
 
 
-@pytest.mark.parametrize("name", ["reentrant_checkpoints", "composable_replicate"])
-def test_other_ways_into_the_reducer(two_ranks, name):
+@pytest.mark.parametrize("loop", [loops.reentrant_checkpoints, loops.composable_replicate])
+def test_other_ways_into_the_reducer(two_ranks, loop):
     """Segments with graphs of their own are one backward; a DDP that is made in the first forward is found."""
-    for one in outcomes(two_ranks, name):
+    for one in outcomes(two_ranks, loop):
         assert elements_reduced(one) == 6 * NUMEL
         assert (one.backwards, one.syncs, one.updates, one.wasted, one.missed) == (BACKWARDS, 6, WINDOWS, 3, 0)
 
 
 def test_each_engine_of_a_larger_module_counts_for_itself(two_ranks):
     """One is held as it should be, the other never: three synchronisations of one, twelve of the other."""
-    for one in outcomes(two_ranks, "engines_inside_a_larger_module"):
+    for one in outcomes(two_ranks, loops.engines_inside_a_larger_module):
         assert (times_reduced(one, 36), times_reduced(one, 28)) == (3, 12)
         assert (one.backwards, one.syncs, one.updates, one.wasted, one.missed) == (BACKWARDS, 15, WINDOWS, 9, 0)
 
 
 def test_a_bare_head_on_a_wrapped_trunk_is_missed(two_ranks):
     """The trunk synchronises; the head's gradients are this rank's own."""
-    for one in outcomes(two_ranks, "bare_head_on_a_wrapped_trunk"):
+    for one in outcomes(two_ranks, loops.bare_head_on_a_wrapped_trunk):
         assert (times_reduced(one, 36), times_reduced(one, 14)) == (3, 0)
         assert (one.syncs, one.wasted, one.missed) == (3, 0, 3)
 
 
 def test_a_bystanders_backwards_do_not_confuse(two_ranks):
     """Another model synchronises between, and within the same backward; it is not audited."""
-    for one in outcomes(two_ranks, "bystander_model"):
+    for one in outcomes(two_ranks, loops.bystander_model):
         assert (times_reduced(one, 30), times_reduced(one, NUMEL)) == (one.others, WINDOWS)
         assert (one.backwards, one.syncs, one.updates, one.wasted, one.missed) == (BACKWARDS, WINDOWS, WINDOWS, 0, 0)
 
 
 def test_a_gan_may_hold_its_other_half(two_ranks):
     """Two models, two optimizers, and each backward is one model's."""
-    for one in outcomes(two_ranks, "gan_with_the_other_model_held"):
+    for one in outcomes(two_ranks, loops.gan_with_the_other_model_held):
         assert (times_reduced(one, 30), times_reduced(one, 42)) == (WINDOWS, WINDOWS)
         assert (one.backwards, one.syncs, one.updates, one.wasted, one.missed) == (6, 6, 6, 0, 0)
 
 
 def test_a_gans_polluted_half_is_wasted(two_ranks):
     """The discriminator is reduced in the generator's backward, then cleared; the last one is followed by nothing."""
-    for one in outcomes(two_ranks, "gan_polluted"):
+    for one in outcomes(two_ranks, loops.gan_polluted):
         assert (times_reduced(one, 30), times_reduced(one, 42)) == (WINDOWS, 2 * WINDOWS)
         assert (one.syncs, one.updates, one.wasted, one.missed) == (9, 6, 2, 0)
         assert "another model's backward" in one.advice[0]
@@ -296,7 +299,7 @@ def test_a_gans_polluted_half_is_wasted(two_ranks):
 
 def test_a_window_that_a_scaler_skips_is_no_waste(two_ranks):
     """Every rank had to see the gradients to skip it together. Cleared with None and in place."""
-    for one in outcomes(two_ranks, "scaler_that_skips"):
+    for one in outcomes(two_ranks, loops.scaler_that_skips):
         assert elements_reduced(one) == 2 * WINDOWS * NUMEL
         for numbers in (vars(one), one.in_place):
             assert [numbers[key] for key in ("syncs", "updates", "wasted", "missed", "discarded")] == [3, 2, 0, 0, 1]
@@ -305,7 +308,7 @@ def test_a_window_that_a_scaler_skips_is_no_waste(two_ranks):
 
 def test_a_loop_that_raises_leaves_everything_as_it_was(two_ranks):
     """Also with a backward broken off in the middle, which does not hide the next one's beginning."""
-    for one in outcomes(two_ranks, "a_loop_that_raises"):
+    for one in outcomes(two_ranks, loops.a_loop_that_raises):
         assert one.broken
         assert one.same
         assert elements_reduced(one) == NUMEL * (one.first + 1)
@@ -314,7 +317,7 @@ def test_a_loop_that_raises_leaves_everything_as_it_was(two_ranks):
 
 def test_audits_nest_and_are_read_inside(two_ranks):
     """Each counts what happened since it began, and its numbers are there while it runs."""
-    for one in outcomes(two_ranks, "nested_audits"):
+    for one in outcomes(two_ranks, loops.nested_audits):
         assert elements_reduced(one) == 2 * NUMEL
         assert one.live == [0, 1, 1, 2]
         assert one.inner == [1, 1, 0, 0]
@@ -324,7 +327,7 @@ def test_audits_nest_and_are_read_inside(two_ranks):
 
 def test_an_engine_that_it_cannot_see_into_is_refused(two_ranks):
     """Rather than a report of zeros; and nothing stays behind."""
-    for one in outcomes(two_ranks, "engines_that_it_cannot_see_into"):
+    for one in outcomes(two_ranks, loops.engines_that_it_cannot_see_into):
         python_reducer, delayed, fsdp1 = one.told
         assert "made with delay_all_reduce_named_params" in delayed
         assert 'optimize_ddp="python_reducer"' in python_reducer
@@ -332,19 +335,19 @@ def test_an_engine_that_it_cannot_see_into_is_refused(two_ranks):
 
 
 SHARDED = {
-    "fsdp2_right": (3, 0, 0, ""),
-    "fsdp2_never_held": (12, 9, 0, "set_requires_gradient_sync(False) before every micro-batch but the last"),
-    "fsdp2_first_instead_of_last": (3, 0, 3, "off by one"),
-    "fsdp2_tail_never_synchronised": (0, 0, 3, "set_requires_gradient_sync(True) before the last"),
-    "fsdp2_bf16_reduction": (6, 3, 0, "were wasted"),
+    loops.fsdp2_right: (3, 0, 0, ""),
+    loops.fsdp2_never_held: (12, 9, 0, "set_requires_gradient_sync(False) before every micro-batch but the last"),
+    loops.fsdp2_first_instead_of_last: (3, 0, 3, "off by one"),
+    loops.fsdp2_tail_never_synchronised: (0, 0, 3, "set_requires_gradient_sync(True) before the last"),
+    loops.fsdp2_bf16_reduction: (6, 3, 0, "were wasted"),
 }
 
 
-@pytest.mark.parametrize("name", SHARDED)
-def test_fsdp2_is_counted_by_its_reductions(two_ranks, name):
+@pytest.mark.parametrize("loop", SHARDED)
+def test_fsdp2_is_counted_by_its_reductions(two_ranks, loop):
     """All groups of a model are one engine; on gloo a reduce-scatter is an all-reduce of the whole gradient."""
-    syncs, wasted, missed, words = SHARDED[name]
-    for one in outcomes(two_ranks, name):
+    syncs, wasted, missed, words = SHARDED[loop]
+    for one in outcomes(two_ranks, loop):
         assert elements_reduced(one) == PER_SYNC_SHARDED * syncs
         assert (one.backwards, one.syncs, one.updates) == (BACKWARDS, syncs, WINDOWS)
         assert (one.wasted, one.missed, one.bytes) == (wasted, missed, 4 * PER_SYNC_SHARDED * syncs)
@@ -355,32 +358,32 @@ def test_fsdp2_is_counted_by_its_reductions(two_ranks, name):
 
 def test_fsdp2_synchronised_without_a_backward_counts(two_ranks):
     """What is held is reduced outside of any backward."""
-    for one in outcomes(two_ranks, "fsdp2_synchronised_without_a_backward"):
+    for one in outcomes(two_ranks, loops.fsdp2_synchronised_without_a_backward):
         assert elements_reduced(one) == PER_SYNC_SHARDED * WINDOWS
         assert (one.backwards, one.syncs, one.updates, one.wasted, one.missed) == (BACKWARDS, WINDOWS, WINDOWS, 0, 0)
 
 
 def test_fsdp2_can_be_entered_between_forward_and_backward(two_ranks):
     """The backward inside counts; the one after the audit runs through what it had hung in, and does not."""
-    for one in outcomes(two_ranks, "fsdp2_entered_between_forward_and_backward"):
+    for one in outcomes(two_ranks, loops.fsdp2_entered_between_forward_and_backward):
         assert elements_reduced(one) == 2 * PER_SYNC_SHARDED
         assert (one.backwards, one.syncs, one.updates, one.missed) == (1, 1, 1, 0)
 
 
 HSDP = {
-    # name: (reduce-scatters, all-reduces across replicas, wasted, missed)
-    "hsdp_right": (3, 3, 0, 0),
-    "hsdp_all_reduce_deferred": (12, 3, 0, 0),
-    "hsdp_never_held": (12, 12, 9, 0),
-    "hsdp_all_reduce_never_done": (12, 0, 0, 3),
+    # loop: (reduce-scatters, all-reduces across replicas, wasted, missed)
+    loops.hsdp_right: (3, 3, 0, 0),
+    loops.hsdp_all_reduce_deferred: (12, 3, 0, 0),
+    loops.hsdp_never_held: (12, 12, 9, 0),
+    loops.hsdp_all_reduce_never_done: (12, 0, 0, 3),
 }
 
 
-@pytest.mark.parametrize("name", HSDP)
-def test_hsdp_is_synchronised_by_its_all_reduce(four_ranks, name):
+@pytest.mark.parametrize("loop", HSDP)
+def test_hsdp_is_synchronised_by_its_all_reduce(four_ranks, loop):
     """A reduce-scatter alone leaves the replicas apart; one that was deferred is no waste."""
-    scatters, all_reduces, wasted, missed = HSDP[name]
-    for one in outcomes(four_ranks, name):
+    scatters, all_reduces, wasted, missed = HSDP[loop]
+    for one in outcomes(four_ranks, loop):
         assert (times_reduced(one, 72), times_reduced(one, 18)) == (scatters, all_reduces)
         assert (one.backwards, one.syncs, one.updates) == (BACKWARDS, all_reduces, WINDOWS)
         assert (one.wasted, one.missed, one.bytes) == (wasted, missed, 4 * PER_SYNC_SHARDED * all_reduces)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,95 +16,133 @@ from gradsync import accumulating
 from tests.support.compare import assert_equal_updates
 from tests.support.models import Checkpointed, Sparse, WithBuffers, small_model
 from tests.support.recorder import Recorder
-from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
+from tests.support.reference import cut, mean_loss, micro_batch, train
 
 
-def scenario(name: str, kind: str = "ddp", lengths=(7, 7), steps: int = 3) -> None:
-    """A model in some configuration against the float64 reference, tails included."""
+@dataclass
+class Setting:
+    """A model, what the step is called with in its place, and the loss that the body takes of that."""
+
+    model: nn.Module
+    home: nn.Module
+    loss_of: Callable = mean_loss
+
+
+def around(wrap: str, model: nn.Module, **options) -> Setting:
+    return Setting(model, DDP(model, **options) if wrap == "ddp" else model)
+
+
+def static(wrap: str) -> Setting:
+    return around(wrap, small_model(), static_graph=True)
+
+
+def static_unused(wrap: str) -> Setting:
+    return around(wrap, small_model(unused=True), static_graph=True)
+
+
+def static_reentrant(wrap: str) -> Setting:
+    return around(wrap, Checkpointed(True), static_graph=True)
+
+
+def reentrant(wrap: str) -> Setting:
+    return around(wrap, Checkpointed(True))
+
+
+def not_reentrant(wrap: str) -> Setting:
+    return around(wrap, Checkpointed(False))
+
+
+def sparse(wrap: str) -> Setting:
+    return around(wrap, Sparse())
+
+
+def ddp_of_compiled(wrap: str) -> Setting:
+    model = small_model()
+    return Setting(model, DDP(torch.compile(model, backend="aot_eager")))
+
+
+def compiled_ddp(wrap: str) -> Setting:
+    model = small_model()
+    return Setting(model, torch.compile(DDP(model), backend="aot_eager"))
+
+
+def compiled_bare(wrap: str) -> Setting:
+    model = small_model()
+    return Setting(model, torch.compile(model, backend="aot_eager"))
+
+
+def inside(wrap: str) -> Setting:
+    model = small_model()
+    return Setting(model, nn.Sequential(DDP(model)))
+
+
+def partly_inside(wrap: str) -> Setting:
+    """DDP around one layer, the rest bare."""
+    model = small_model()
+    return Setting(model, nn.Sequential(DDP(model[0]), model[1], model[2]))
+
+
+def several(wrap: str) -> Setting:
+    model = small_model()
+    return Setting(model, nn.Sequential(DDP(model[0]), model[1], DDP(model[2])))
+
+
+def method(wrap: str) -> Setting:
+    model = WithBuffers().eval()
+    return Setting(model, model, lambda m, x: m.loss(x))
+
+
+def sub_module(wrap: str) -> Setting:
+    model = WithBuffers().eval()
+    return Setting(model, model, lambda m, x: mean_loss(m.inner, m.norm(x)))
+
+
+def bypassed(wrap: str) -> Setting:
+    """The body goes past DDP, to the module in it; the reference has no DDP to go past."""
+    model = small_model()
+    return Setting(model, DDP(model), lambda m, x: mean_loss(getattr(m, "module", m), x))
+
+
+def two_forwards(wrap: str) -> Setting:
+    setting = around(wrap, small_model())
+    setting.loss_of = lambda m, x: (mean_loss(m, x[:2]) + mean_loss(m, x[2:])) / 2
+    return setting
+
+
+def exact(make: Callable[[str], Setting], wrap: str, lengths: list[int]) -> None:
+    """Full windows and tails are those of one big batch."""
     rank = dist.get_rank()
-    reference = window_mean
     torch.manual_seed(7)
-    loss_of = mean_loss
-    if name == "static":
-        model = small_model()
-        home = DDP(model, static_graph=True)
-    elif name == "static unused":
-        model = small_model(unused=True)
-        home = DDP(model, static_graph=True)
-    elif name in {"reentrant", "not reentrant"}:
-        model = Checkpointed(name == "reentrant")
-        home = DDP(model) if kind == "ddp" else model
-    elif name == "static reentrant":
-        model = Checkpointed(True)
-        home = DDP(model, static_graph=True)
-    elif name == "sparse":
-        model = Sparse()
-        home = DDP(model) if kind == "ddp" else model
-    elif name in {"ddp of compiled", "compiled ddp"}:
-        model = small_model()
-        home = DDP(torch.compile(model, backend="aot_eager")) if name == "ddp of compiled" else torch.compile(
-            DDP(model), backend="aot_eager")
-    elif name == "compiled bare":
-        model = small_model()
-        home = torch.compile(model, backend="aot_eager")
-    elif name == "inside":
-        model = small_model()
-        home = nn.Sequential(DDP(model))
-    elif name == "partly inside":  # DDP around one layer, the rest bare
-        model = small_model()
-        home = nn.Sequential(DDP(model[0]), model[1], model[2])
-    elif name == "several":
-        model = small_model()
-        home = nn.Sequential(DDP(model[0]), model[1], DDP(model[2]))
-    elif name == "method":
-        model = WithBuffers().eval()
-        home = model
-        loss_of = lambda m, x: m.loss(x)  # noqa: E731
-    elif name == "bypassed":
-        model = small_model()
-        home = DDP(model)
-        loss_of = lambda m, x: mean_loss(m.module, x)  # noqa: E731
-    elif name == "sub-module":
-        model = WithBuffers().eval()
-        home = model
-        loss_of = lambda m, x: mean_loss(m.inner, m.norm(x))  # noqa: E731
-    elif name == "two forwards":
-        model = small_model()
-        home = DDP(model) if kind == "ddp" else model
-        loss_of = lambda m, x: (mean_loss(m, x[:2]) + mean_loss(m, x[2:])) / 2  # noqa: E731
-        reference = lambda m, w: sum(loss_of(m, micro_batch(r, i)) for r, i in w) / len(w)  # noqa: E731
-    else:
-        raise ValueError(name)
-    twin = copy.deepcopy(model)
-    optimizer = Recorder(model.parameters())
-    data = [micro_batch(rank, i) for i in range(lengths[rank])]
-    step = accumulating(steps=steps)(lambda model, optimizer, x: loss_of(model, x))
-    for x in step.over(data):
-        step(home, optimizer, x)
-    if name in {"method", "sub-module"}:
-        reference = lambda m, w: sum(mean_loss(m, micro_batch(r, i)) for r, i in w) / len(w)  # noqa: E731
+    setting = make(wrap)
+    twin = copy.deepcopy(setting.model)
+    optimizer = Recorder(setting.model.parameters())
+    step = accumulating(steps=3)(lambda model, optimizer, x: setting.loss_of(model, x))
+    for x in step.over([micro_batch(rank, i) for i in range(lengths[rank])]):
+        step(setting.home, optimizer, x)
     if isinstance(twin, Checkpointed):
         twin = twin.inner  # torch.autograd.grad does not see through reentrant checkpoints
-    expected, _ = train(twin, cut(list(lengths), steps), reference)
+
+    def window_mean(model, window):
+        return sum(setting.loss_of(model, micro_batch(*place)) for place in window) / len(window)
+
+    expected, _ = train(twin, cut(lengths, 3), window_mean)
     assert_equal_updates(optimizer.seen, expected, 1e-11)
 
 
 @pytest.mark.parametrize("lengths", [[7, 7], [5, 8], [8, 2]])
 @pytest.mark.parametrize(
-    "name",
+    "make",
     [
-        "static", "static unused", "reentrant", "not reentrant", "static reentrant", "sparse", "ddp of compiled",
-        "compiled ddp", "inside", "partly inside", "several", "bypassed", "two forwards",
+        static, static_unused, reentrant, not_reentrant, static_reentrant, sparse, ddp_of_compiled, compiled_ddp, inside,
+        partly_inside, several, bypassed, two_forwards,
     ],
 )  # fmt: skip
-def test_ddp_scenarios(ranks, name, lengths):
-    ranks(2).run(scenario, name, "ddp", lengths)
+def test_on_ddp(ranks, make, lengths):
+    ranks(2).run(exact, make, "ddp", lengths)
 
 
 @pytest.mark.parametrize("lengths", [[7, 7], [5, 8], [8, 2]])
-@pytest.mark.parametrize(
-    "name", ["reentrant", "not reentrant", "sparse", "compiled bare", "method", "sub-module", "two forwards"]
-)
-def test_bare_scenarios(ranks, name, lengths):
+@pytest.mark.parametrize("make", [reentrant, not_reentrant, sparse, compiled_bare, method, sub_module, two_forwards])
+def test_bare(ranks, make, lengths):
     """However the body reaches the parameters, the boundary synchronises them."""
-    ranks(2).run(scenario, name, "bare", lengths)
+    ranks(2).run(exact, make, "bare", lengths)
