@@ -9,7 +9,7 @@ from torch import nn
 
 import gradsync
 from gradsync.engines import attach, find
-from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
+from gradsync.functional import all_finite, clip, discard, norm, normalise
 from tests.support.compare import assert_equal_states
 from tests.support.homes import Home, home_of, mesh
 from tests.support.models import net

@@ -1,4 +1,4 @@
-"""Forwards beside those of the step that trains: bystanders, evaluations, replays, somebody else's backward."""
+"""Forwards beside those of the step that trains: bystanders, evaluations, somebody else's backward."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import pytest
 import torch
 
 import gradsync
-from gradsync.engines import attach
-from gradsync.functional._gradients import discard
-from gradsync.functional._leaf_hooks import weightless
 from tests.support.compare import assert_equal_states
 from tests.support.homes import home_of
 from tests.support.models import net
@@ -81,27 +78,6 @@ FSDP2 = ["fsdp2", "fsdp2_gathered", "replicate_fsdp"]
 def test_other_forwards(ranks, engine, case):
     """Of models that another step trains, and of evaluations."""
     ranks(2).run(case, engine)
-
-
-def a_replay_weighs_nothing(engine: str) -> None:
-    """Zeros in place of its gradients, as they arrive, whatever the loss is."""
-    home = home_of(engine)
-    engines = attach([home.model])
-    (mean_of(home.model(data(home.rank, 0)))).backward()
-    discard(p for one in engines for p in one.parameters)
-    leaves = [leaf for one in engines for leaf in one.leaves]
-    hooks = weightless(leaves)
-    (home.model(data(home.rank, 0)) * float("nan")).sum().backward()
-    hooks.remove()
-    gradients = [p.grad for one in engines for p in one.parameters if p.grad is not None]
-    assert gradients
-    assert not any((g.to_local() if hasattr(g, "to_local") else g).any() for g in gradients)
-
-
-@pytest.mark.parametrize("engine", ["bare", "ddp", "fsdp1_full", "fsdp1_full_orig", "fsdp1_no_shard", *FSDP2])
-def test_a_replay_weighs_nothing(ranks, engine):
-    """The hooks sit where gradients arrive."""
-    ranks(2).run(a_replay_weighs_nothing, engine)
 
 
 def gradients_of_somebody_else(engine: str) -> None:

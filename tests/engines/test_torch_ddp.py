@@ -94,9 +94,6 @@ def test_groups_have_a_store_a_sequence_number_and_a_timeout(ddp):
     group = ddp.process_group
     assert group.get_group_store() is not None and group._get_sequence_number_for_group() >= 0
     assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() > 0
-    from gradsync.functional._agreement import _timeout
-
-    assert _timeout(group) == group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
 def test_callbacks_queued_in_a_callback_run_in_the_same_backward():

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from gradsync.engines import find
-from gradsync.functional._micro_batch import Hold
 
 
 def blocks(number: int, layers: int) -> nn.Module:
@@ -34,15 +33,14 @@ def main() -> None:
             fully_shard(block)
         fully_shard(model)
         (engine,) = find([model])
-        hold = Hold([engine])
 
-        def held(hold=hold) -> None:
-            with hold:
-                pass
+        def held(engine=engine) -> None:
+            engine.restore(engine.hold())
 
-        def boundary(hold=hold, engine=engine) -> None:
-            with hold:
-                engine.arm(None)
+        def boundary(engine=engine) -> None:
+            found = engine.hold()
+            engine.arm(None)
+            engine.restore(found)
 
         def torchs(model=model) -> None:
             model.set_requires_gradient_sync(False)
