@@ -57,14 +57,14 @@ def forwards(wrap: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("wrap", "forwards"),
+    ("wrap", "times"),
     [
         ("plain", 0), ("overridden", 3), ("find_unused", 3), ("static", 3), ("joining", 3), ("compiled", 3),
         ("compiled inside", 3),
     ],
 )  # fmt: skip
-def test_ddps_own_forward_runs_where_it_adds_something(ranks, wrap, forwards):
-    assert ranks(2).run(forwards, wrap) == [(forwards, 3)] * 2
+def test_ddps_own_forward_runs_where_it_adds_something(ranks, wrap, times):
+    assert ranks(2).run(forwards, wrap) == [(times, 3)] * 2
 
 
 def alone(what: str) -> str:
