@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 settings.register_profile("gradsync", deadline=None)  # the machine may be busy
 settings.load_profile("gradsync")

@@ -1,0 +1,120 @@
+"""Errors about what the decorator does itself, and the body did too; about windows that meet."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradsync import GradSyncError, LossSum, accumulating
+from tests.support.models import small_model
+from tests.support.recorder import Recorder
+from tests.support.reference import mean_loss, micro_batch
+
+X = micro_batch(0, 0)
+
+
+def made(**kwargs):
+    model = small_model()
+    optimizer = Recorder(model.parameters())
+    step = accumulating(steps=2, **kwargs)(lambda model, optimizer, x: mean_loss(model, x))
+    return step, model, optimizer
+
+
+def test_two_kinds_of_loss_in_a_window():
+    _, model, optimizer = made()
+    step = accumulating(steps=2)(lambda model, optimizer, is_sum: LossSum(model(X).sum(), 3) if is_sum else model(X).sum())
+    step(model, optimizer, True)
+    with pytest.raises(GradSyncError, match="must be of one kind, but a LossSum and a mean came"):
+        step(model, optimizer, False)
+
+
+@pytest.mark.parametrize("when", [0, 1, 2, 3])
+def test_a_body_that_runs_backward(when):
+    _, model, optimizer = made()
+
+    @accumulating(steps=2)
+    def step(model, optimizer, i):
+        loss = mean_loss(model, X)
+        if i == when:
+            loss.backward(retain_graph=True)
+        return loss
+
+    for i in range(when):
+        step(model, optimizer, i)
+    with pytest.raises(GradSyncError, match="step runs backward, step and zero_grad itself, but .* ran backward on them"):
+        step(model, optimizer, when)
+
+
+@pytest.mark.parametrize("when", [0, 1])
+@pytest.mark.parametrize("where", ["body", "between"])
+def test_somebody_else_steps_the_optimizer(when, where):
+    _, model, optimizer = made()
+
+    @accumulating(steps=3)
+    def step(model, optimizer, i):
+        if where == "body" and i == when:
+            optimizer.step()
+        return mean_loss(model, X)
+
+    with pytest.raises(GradSyncError, match="steps its optimizer itself at each boundary, but something called optimizer.ste"):
+        for i in range(when + 1):
+            step(model, optimizer, i)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("where", ["body", "between"])
+def test_gradients_that_vanish(set_to_none, where):
+    _, model, optimizer = made()
+
+    @accumulating(steps=3)
+    def step(model, optimizer, i):
+        if where == "body" and i == 1:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        return mean_loss(model, X)
+
+    step(model, optimizer, 0)
+    if where == "between":
+        optimizer.zero_grad(set_to_none=set_to_none)
+    with pytest.raises(GradSyncError, match="vanished: something called zero_grad" if set_to_none else "changed"):
+        step(model, optimizer, 1)
+
+
+def test_gradients_left_from_before():
+    step, model, optimizer = made()
+    mean_loss(model, X).backward()
+    with pytest.raises(GradSyncError, match="must begin without gradients, but 4 parameters have one .*zero_grad"):
+        step(model, optimizer, X)
+
+
+def test_one_parameter_in_two_windows():
+    _, model, optimizer = made()
+
+    @accumulating(steps=2)
+    def first(model, optimizer):
+        return mean_loss(model, X)
+
+    @accumulating(steps=2)
+    def second(model, optimizer):
+        return mean_loss(model, X)
+
+    first(model, optimizer)
+    with pytest.raises(GradSyncError, match=r"second begins one .* open window of first. Call first.flush\(\) or"):
+        second(model, optimizer)
+    first.reset()
+
+
+def test_a_step_that_calls_itself():
+    _, model, optimizer = made()
+
+    @accumulating(steps=2)
+    def step(model, optimizer):
+        return step(model, optimizer)
+
+    with pytest.raises(GradSyncError, match="must not call itself"):
+        step(model, optimizer)
+
+
+def test_a_state_from_somewhere_else():
+    step, model, optimizer = made()
+    with pytest.raises(ValueError, match="version None"):
+        step.load_state_dict({})

@@ -1,0 +1,105 @@
+"""Micro-batches that fail on some rank, in the body or in a backward: every rank goes on alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from gradsync import accumulating
+from tests.support.compare import assert_equal_updates
+from tests.support.models import small_model
+from tests.support.recorder import Recorder
+from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
+from tests.support.traps import Trap
+
+
+def failing_backward(where: int, fails: list) -> None:
+    """A backward that fails at the boundary completes its collectives; the next window is right on every rank."""
+    rank = dist.get_rank()
+    for wrap in (lambda m: m, DDP):
+        model = small_model()
+        home = wrap(model)
+        optimizer = Recorder(model.parameters(), lr=0.0)
+
+        @accumulating(steps=2)
+        def step(model, optimizer, x, armed):
+            inner = model.module if isinstance(model, DDP) else model
+            y = inner[0](Trap.apply(x.requires_grad_(), ZeroDivisionError() if armed and where == 2 else None))
+            y = Trap.apply(y, ZeroDivisionError() if armed and where == 0 else None)
+            y = inner[2](inner[1](y))
+            return Trap.apply(y, ZeroDivisionError() if armed and where == 1 else None).square().mean()
+
+        for attempt in range(4):
+            for i in range(2):
+                try:
+                    step(home, optimizer, micro_batch(rank, i), rank == 1 and attempt in fails and i == 1)
+                except ZeroDivisionError:
+                    assert all(p.grad is None for p in model.parameters())
+        twin = small_model()
+        loss = sum(twin(micro_batch(r, i)).square().mean() for r in range(2) for i in range(2)) / 4
+        expected = [list(torch.autograd.grad(loss, list(twin.parameters())))]
+        assert_equal_updates(optimizer.seen[-2:], expected * 2)
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("fails", [[0], [1], [0, 1]])
+def test_a_failing_boundary_completes_its_collectives(ranks, where, fails):
+    """It fails in the middle, at the very first gradient, or after the last; before buckets are ordered, and after."""
+    ranks(2).run(failing_backward, where, fails)
+
+
+def skipping(bad: list) -> None:
+    """One rank drops micro-batches, the boundary's among them; the mean is over what remained."""
+    rank = dist.get_rank()
+    for wrap in (lambda m: m, DDP):
+        model = small_model()
+        home = wrap(model)
+        optimizer = Recorder(model.parameters())
+
+        @accumulating(steps=3, skip=ValueError)
+        def step(model, optimizer, i):
+            if [rank, i] in bad:
+                raise ValueError
+            return mean_loss(model, micro_batch(rank, i))
+
+        for i in step.over(range(8)):
+            step(home, optimizer, i)
+        windows = [[(r, i) for r, i in w if [r, i] not in bad] for w in cut([8, 8], 3)]
+        expected, _ = train(small_model(), [w for w in windows if w], window_mean)
+        assert_equal_updates(optimizer.seen, expected)
+        assert step.progress.dropped == sum(r == rank for r, _ in bad)
+
+
+@pytest.mark.parametrize("bad", [[[0, 1]], [[1, 2]], [[0, 2], [1, 5]], [[0, 0], [0, 1], [0, 2]], [[1, 7]], [[0, 6], [0, 7]]])
+def test_skipped_micro_batches(ranks, bad):
+    ranks(2).run(skipping, bad)
+
+
+def spoiled(bad: list) -> None:
+    """A type in `skip` that comes out of a backward: every rank drops that window, and the next one is right."""
+    rank = dist.get_rank()
+
+    for wrap in (lambda m: m, DDP):
+        model = small_model()
+        home = wrap(model)
+        optimizer = Recorder(model.parameters())
+
+        @accumulating(steps=3, skip=torch.OutOfMemoryError)
+        def step(model, optimizer, i):
+            error = torch.OutOfMemoryError("pretended") if [rank, i] == bad else None
+            return mean_loss(model, Trap.apply(micro_batch(rank, i).requires_grad_(), error))
+
+        for i in step.over(range(7)):
+            assert (step(home, optimizer, i) is None) == ([rank, i] == bad)
+        windows = [w for w in cut([7, 7], 3) if tuple(bad) not in w]
+        expected, _ = train(small_model(), windows, window_mean)
+        assert_equal_updates(optimizer.seen, expected)
+        assert step.progress.skipped == 1 and step.progress.window == 3
+        assert step.progress.dropped == (rank == bad[0])
+
+
+@pytest.mark.parametrize("bad", [[0, 0], [1, 1], [0, 2], [1, 5], [1, 6]])
+def test_a_skipped_type_out_of_a_backward_drops_the_window_everywhere(ranks, bad):
+    ranks(2).run(spoiled, bad)

@@ -1,0 +1,135 @@
+"""The decorated function and its model stay what they were: name, copies, pickles, memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import types
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradsync
+from gradsync import accumulating
+from tests.support.models import small_model
+from tests.support.recorder import Recorder
+from tests.support.reference import mean_loss, micro_batch
+
+
+@accumulating(steps=2)
+def module_level_step(model, optimizer, x):
+    """Docstring."""
+    return mean_loss(model, x)
+
+
+class Trainer:
+    def __init__(self):
+        self.model = small_model()
+        self.optimizer = Recorder(self.model.parameters())
+
+    @accumulating(steps=2, model=lambda self, *_: self.model, optimizer=lambda self, *_: self.optimizer)
+    def train_step(self, x):
+        """A method."""
+        return mean_loss(self.model, x)
+
+
+def test_the_decorated_function_keeps_its_name_doc_and_type():
+    import inspect
+
+    assert module_level_step.__name__ == "module_level_step" and module_level_step.__doc__ == "Docstring."
+    assert list(inspect.signature(module_level_step).parameters) == ["model", "optimizer", "x"]
+    assert isinstance(module_level_step, types.FunctionType)
+    assert list(inspect.signature(Trainer().train_step).parameters) == ["x"]
+
+
+def test_copying_and_pickling_are_those_of_a_function():
+    assert copy.copy(module_level_step) is module_level_step
+    assert copy.deepcopy({"step": module_level_step})["step"] is module_level_step
+    assert pickle.loads(pickle.dumps(module_level_step)) is module_level_step
+    trainer = Trainer()
+    trainer.train_step(micro_batch(0, 0))
+    twin = copy.deepcopy(trainer)
+    assert twin.train_step.progress.micro_steps == 0
+    trainer.train_step.reset()
+    bound = pickle.loads(pickle.dumps(trainer.train_step))
+    assert bound.__name__ == "train_step" and type(bound.__self__) is Trainer
+
+
+def test_the_model_can_be_copied_and_pickled_at_any_time():
+    step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
+    model = small_model()
+    attributes, keys = set(vars(model)), list(model.state_dict())
+    optimizer = Recorder(model.parameters())
+    step(model, optimizer, micro_batch(0, 0))
+    copy.deepcopy(model), pickle.dumps(model), copy.deepcopy(optimizer.state_dict())
+    assert set(vars(model)) == attributes and list(model.state_dict()) == keys
+    step.reset()
+
+
+def test_dropping_model_and_optimizer_frees_everything():
+    step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(4):
+        step(model, optimizer, micro_batch(0, i))
+    refs = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model[0].weight)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model, optimizer
+        assert [ref() for ref in refs] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+def test_no_allocation_grows_with_the_number_of_windows():
+    step = accumulating(steps=4)(lambda model, optimizer, x: model(x).sum())
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.ones(1, 1)
+    for _ in range(100):
+        step(model, optimizer, x)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(2000):
+        step(model, optimizer, x)
+    gc.collect()
+    assert abs(len(gc.get_objects()) - before) < 20
+
+
+def freed(wrap: str) -> None:
+    """The DDP behind a model dies with it; copies and pickles of the model never see it."""
+    model = small_model()
+    attributes, keys = set(vars(model)), list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    home = model if wrap == "bare" else DDP(model)
+    step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
+    for i in range(3):
+        step(home, optimizer, micro_batch(dist.get_rank(), i))
+    assert set(vars(model)) == attributes and list(model.state_dict()) == keys
+    if wrap == "bare":
+        twin = copy.deepcopy(model)
+        assert gradsync.engines.behind(twin) is None and gradsync.engines.behind(model) is not None
+        pickle.loads(pickle.dumps(model))
+    step.flush()
+    reducer = weakref.ref(gradsync.engines.behind(model) if wrap == "bare" else home)
+    refs = [reducer, weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(optimizer)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model, home, optimizer
+        assert all(ref() is None for ref in refs[:1] + refs[3:]), refs
+        if wrap == "bare":
+            assert all(ref() is None for ref in refs), refs
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("wrap", ["bare", "ddp"])
+def test_dropping_model_and_optimizer_frees_the_engine(ranks, wrap):
+    ranks(2).run(freed, wrap)

@@ -1,0 +1,139 @@
+"""Which micro-batches make a window: steps, tails, reset, exceptions, dropped ones."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+
+from gradsync import GradSyncError, accumulating
+from tests.support.compare import assert_equal_updates
+from tests.support.models import small_model
+from tests.support.recorder import Recorder
+from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
+
+
+def test_steps_may_be_a_function_of_the_windows_number():
+    asked = []
+
+    def steps(window):
+        asked.append(window)
+        return 1 + window
+
+    step = accumulating(steps=steps)(lambda model, optimizer, x: mean_loss(model, x))
+    model = small_model()
+    optimizer = Recorder(model.parameters())
+    for i in range(6):
+        step(model, optimizer, micro_batch(0, i))
+    expected, _ = train(small_model(), [[(0, 0)], [(0, 1), (0, 2)], [(0, 3), (0, 4), (0, 5)]], window_mean)
+    assert_equal_updates(optimizer.seen, expected)
+    assert asked == [0, 1, 2]
+
+
+@pytest.mark.parametrize("tail", ["step", "drop", "carry"])
+@pytest.mark.parametrize("how", ["over", "flush"])
+def test_tails(tail, how):
+    step = accumulating(steps=4, tail=tail)(lambda model, optimizer, x: mean_loss(model, x))
+    model = small_model()
+    optimizer = Recorder(model.parameters())
+    for epoch in range(2):
+        data = [micro_batch(0, 6 * epoch + i) for i in range(6)]
+        if how == "over":
+            for x in step.over(data):
+                step(model, optimizer, x)
+        else:
+            for x in data:
+                step(model, optimizer, x)
+            if tail != "carry" or epoch == 1:
+                step.flush()
+    windows = {
+        "step": [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]],
+        "drop": [[0, 1, 2, 3], [6, 7, 8, 9]],
+        "carry": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]],
+    }[tail]
+    expected, _ = train(small_model(), [[(0, i) for i in w] for w in windows], window_mean)
+    assert_equal_updates(optimizer.seen, expected)
+    assert all(p.grad is None for p in model.parameters())
+    assert step.progress.skipped == (2 if tail == "drop" else 0)
+
+
+def test_reset_discards_what_is_open():
+    step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
+    model = small_model()
+    optimizer = Recorder(model.parameters())
+    step(model, optimizer, micro_batch(0, 9))
+    step.reset()
+    assert all(p.grad is None for p in model.parameters())
+    for i in range(2):
+        step(model, optimizer, micro_batch(0, i))
+    assert_equal_updates(optimizer.seen, train(small_model(), cut([2], 2), window_mean)[0])
+
+
+def test_an_exception_discards_the_window_and_goes_on():
+    step = accumulating(steps=3)(lambda model, optimizer, x: mean_loss(model, x) / (0 if x is None else 1))
+    model = small_model()
+    optimizer = Recorder(model.parameters())
+    step(model, optimizer, micro_batch(0, 9))
+    with pytest.raises(TypeError):
+        step(model, optimizer, None)
+    assert all(p.grad is None for p in model.parameters()) and step.progress.index == 0
+    for i in range(3):
+        step(model, optimizer, micro_batch(0, i))
+    assert_equal_updates(optimizer.seen, train(small_model(), cut([3], 3), window_mean)[0])
+
+
+class Bad(Exception):
+    pass
+
+
+@pytest.mark.parametrize("bad", [{1}, {3}, {0, 3}, {0, 1, 2, 3}])
+def test_skip_drops_one_micro_batch_and_keeps_the_mean_exact(bad):
+    @accumulating(steps=4, skip=Bad)
+    def step(model, optimizer, i):
+        if i in bad:
+            raise Bad
+        return mean_loss(model, micro_batch(0, i))
+
+    model = small_model()
+    optimizer = Recorder(model.parameters())
+    for i in range(4):
+        assert (step(model, optimizer, i) is None) == (i in bad)
+    good = [[(0, i) for i in range(4) if i not in bad]]
+    assert_equal_updates(optimizer.seen, train(small_model(), good if good[0] else [], window_mean)[0])
+    assert step.progress.dropped == len(bad) and step.progress.window == 1
+
+
+def test_the_trainable_parameters_are_read_as_each_window_opens():
+    step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
+    model = small_model()
+    model[0].requires_grad_(False)
+    optimizer = Recorder(model.parameters())
+    step(model, optimizer, micro_batch(0, 0))
+    step(model, optimizer, micro_batch(0, 1))
+    assert optimizer.seen[0][0] is None
+    model[0].requires_grad_(True)
+    step(model, optimizer, micro_batch(0, 0))
+    step(model, optimizer, micro_batch(0, 1))
+    assert optimizer.seen[1][0] is not None
+    step(model, optimizer, micro_batch(0, 0))
+    model[0].requires_grad_(False)
+    with pytest.raises(GradSyncError, match="must stay the same within a window"):
+        step(model, optimizer, micro_batch(0, 1))
+
+
+def test_a_window_left_open_is_warned_about_when_its_function_ends():
+    step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
+    model = small_model()
+    optimizer = Recorder(model.parameters())
+    step(model, optimizer, micro_batch(0, 0))
+    with pytest.warns(RuntimeWarning, match=r"1 of 2 micro-batches .*\.over\(\.\.\.\).*\.flush\(\)"):
+        del step
+        gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = accumulating(steps=1)(lambda model, optimizer, x: mean_loss(model, x))
+        optimizer.zero_grad()
+        step(model, optimizer, micro_batch(0, 0))
+        del step
+        gc.collect()

@@ -1,0 +1,40 @@
+"""torch.compile on every engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.compare import assert_equal_states
+from tests.support.homes import home_of
+from tests.support.training import Run, reference
+
+
+def compiled(engine: str) -> None:
+    """No graph is made after the second window."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    home = home_of(engine)
+    home.inside = home.net
+    home.model = torch.compile(home.model, backend="eager")
+    run = Run(home)
+    for index in range(6):
+        run(index)
+    before = counters["stats"]["unique_graphs"], counters["frames"]["total"]
+    assert before[0] > 0
+    for index in range(6, 15):
+        run(index)
+    assert (counters["stats"]["unique_graphs"], counters["frames"]["total"]) == before
+    assert_equal_states(run.states, reference(home, [range(start, start + 3) for start in range(0, 15, 3)]))
+
+
+FSDP2 = ["fsdp2", "fsdp2_gathered", "replicate_fsdp"]
+
+
+@pytest.mark.parametrize(
+    "engine", ["none", "bare", "ddp", "replicate", "fsdp1_full_orig", *FSDP2, "hsdp_window", "hsdp_shard", "hsdp_each"]
+)
+def test_compiled_models_are_not_compiled_again(ranks, engine):
+    """After the second window."""
+    ranks(1 if engine == "none" else 4 if "hsdp" in engine else 2).run(compiled, engine)

@@ -1,0 +1,143 @@
+"""What gradsync relies on in torch and torch does not promise. A failure here says: read the engine again.
+
+Each name stands in the first lines of the engine that uses it; behaviour is covered by the tests on real ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable, profiler
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+@pytest.fixture(scope="module")
+def ddp():
+    path = tempfile.mktemp()
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)))
+    yield model
+    dist.destroy_process_group()
+
+
+REDUCER = [
+    "prepare_for_forward", "prepare_for_backward", "get_backward_stats", "_rebuild_buckets", "_check_reducer_finalized",
+    "_delay_all_reduce", "_get_local_used_map", "_get_zeros_like_grad_buckets", "_run_comm_hook", "_remove_autograd_hooks",
+    "_set_static_graph", "_push_all_rebuilt_params", "_reset_state",
+]  # fmt: skip
+
+
+def test_the_reducer_has_what_the_ddp_engine_calls(ddp):
+    missing = [name for name in REDUCER if not hasattr(ddp.reducer, name)]
+    assert not missing, f"torch {torch.__version__}: Reducer lost {missing}; see gradsync/engines/_ddp.py"
+
+
+def test_ddp_has_the_attributes_that_the_engine_reads_and_writes(ddp):
+    names = """require_backward_grad_sync require_forward_param_sync find_unused_parameters static_graph
+        _delay_all_reduce_params _module_parameters _use_python_reducer _comm_hooks modules_buffers forward_sync_buffers
+        broadcast_bucket_size process_group""".split()
+    missing = [name for name in names if not hasattr(ddp, name)]
+    assert not missing, f"torch {torch.__version__}: DDP lost {missing}; see gradsync/engines/_ddp.py"
+    for name in ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper",
+                 "_assign_modules_buffers", "_sync_module_buffers", "_register_builtin_comm_hook"):
+        assert callable(getattr(ddp, name, None)), name
+    assert list(inspect.signature(ddp._ddp_init_helper).parameters) == [
+        "parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph"]
+
+
+def test_ddp_reads_its_flag_where_the_engine_expects():
+    source = inspect.getsource(DDP._post_forward)
+    assert "require_backward_grad_sync" in source and "prepare_for_backward" in source
+    assert "_static_graph_delay_allreduce_enqueued" in source
+    assert "require_forward_param_sync" in inspect.getsource(DDP.will_sync_module_buffers)
+
+
+def test_the_reducer_names_the_parameters_that_are_not_ready(ddp):
+    """The engine reads them from the text of an error."""
+    ddp.reducer.prepare_for_forward()
+    ddp.reducer.prepare_for_backward([])
+    ddp.module[1](torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"did not receive grad for rank 0: 0 1\b"):
+        ddp.reducer._check_reducer_finalized()
+    from gradsync.engines._ddp import _Touch
+
+    _Touch.apply(*ddp.module[0].parameters()).backward()
+    ddp.reducer._check_reducer_finalized()
+    assert all(p.grad.abs().sum() == 0 for p in ddp.module[0].parameters())
+    ddp.zero_grad()
+
+
+def test_backward_stats_move_with_a_synchronisation_and_only_then(ddp):
+    before = ddp.reducer.get_backward_stats()
+    with ddp.no_sync():
+        ddp(torch.ones(1, 2)).sum().backward()
+    assert ddp.reducer.get_backward_stats() == before
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert all(a != b for a, b in zip(ddp.reducer.get_backward_stats(), before, strict=True))
+    ddp.zero_grad()
+
+
+def test_logging_data_counts_parameters_and_names_the_hook(ddp):
+    data = ddp._get_ddp_logging_data()
+    assert data["num_parameter_tensors"] == 4 and "comm_hook" not in data
+    hooked = DDP(torch.nn.Linear(1, 1))
+    hooked._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    assert hooked._get_ddp_logging_data()["comm_hook"] == "BuiltinCommHookType.FP16_COMPRESS"
+    assert hooked._comm_hooks == []
+
+
+def test_groups_have_a_store_a_sequence_number_and_a_timeout(ddp):
+    group = ddp.process_group
+    assert group.get_group_store() is not None and group._get_sequence_number_for_group() >= 0
+    assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() > 0
+
+
+def test_callbacks_queued_in_a_callback_run_in_the_same_backward():
+    """`join_running` queues itself twice, to come after the reducer's own end."""
+    order = []
+    queue = Variable._execution_engine.queue_callback
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(lambda _: queue(lambda: (order.append(1), queue(lambda: order.append(3)))))
+    weight.register_hook(lambda _: queue(lambda: order.append(2)))
+    weight.sum().backward()
+    assert order == [1, 2, 3]
+
+
+def test_the_profiler_says_whether_it_runs():
+    assert profiler._is_profiler_enabled is False
+    with torch.profiler.profile():
+        assert profiler._is_profiler_enabled is True
+
+
+def test_a_scaler_that_never_scaled_has_no_scale():
+    assert torch.amp.GradScaler("cpu")._scale is None
+
+
+KNOWN_IN_FORWARD = """
+    AssertionError Join _DDPSink _cast_forward_inputs _check_global_requires_backward_grad_sync
+    _check_sync_bufs_post_fwd _check_sync_bufs_pre_fwd _clear_grad_buffer _delay_all_reduce_all_params
+    _divide_by_initial_world_size _find_tensors _has_rebuilt_buckets _inside_ddp_forward _join_config
+    _lazy_init _lazy_init_ran _post_forward _pre_forward _rebuild_buckets _run_ddp_forward
+    _set_forward_pass_work_handle _static_graph_delay_allreduce_enqueued _sync_buffers _to_kwargs
+    _tree_flatten_with_rref _tree_unflatten_with_rref _use_python_reducer apply autograd compiler device
+    device_ids device_type enable enumerate find_unused_parameters forward grad_fn info is_compiling
+    is_grad_enabled is_tensor len list logger mixed_precision module notify_join_context param_dtype
+    prepare_for_backward prepare_for_forward profiler range record_function reducer ref
+    require_backward_grad_sync require_forward_param_sync set_runtime_stats_and_log static_graph torch
+    use_side_stream_for_tensor_copies weakref
+"""
+
+
+def test_what_a_forward_of_ddp_does(ddp):
+    """A DDP that is held and moves, casts or searches nothing goes without it: see `_shortcut` in engines/_ddp.py."""
+    names = {name for part in ("forward", "_pre_forward", "_run_ddp_forward", "_post_forward")
+             for name in getattr(DDP, part).__code__.co_names}  # fmt: skip
+    known = set(KNOWN_IN_FORWARD.split())
+    assert names == known, f"torch {torch.__version__}: DDP's forward has changed by {names ^ known}; read it again"
+    missing = [name for name in ("device_ids", "mixed_precision", "_join_config", "_compiled_call_impl") if not hasattr(ddp, name)]
+    assert not missing, f"torch {torch.__version__}: DDP lost {missing}"
+    assert "_in_backward_optimizers" in inspect.getsource(DDP._setup_in_backward_optimizers)

@@ -1,0 +1,209 @@
+"""What the sharded engines touch of torch's privates is there, and does what it did in torch 2.13.
+
+Torch alone, without gradsync. A failure here says what to read again before anything else is looked at.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.homes import home_of
+from tests.support.models import Partly
+from tests.support.reference import mean_of
+from tests.support.training import data
+
+
+def have(thing: object, *names: str) -> None:
+    missing = [name for name in names if not hasattr(thing, name)]
+    assert not missing, f"torch {torch.__version__}: {type(thing).__name__} has no {missing}"
+
+
+def fsdp2_names() -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    have(TrainingState, "IDLE")
+    home = home_of("fsdp2")
+    home.model(data(0, 0)).sum().backward()
+    state = home.model.first._get_fsdp_state()
+    have(
+        state, "_modules", "_fsdp_param_groups", "_state_ctx", "_is_root", "_lazy_init", "_training_state",
+        "_reset_iter_state", "_root_post_backward_final_callback",
+    )  # fmt: skip
+    have(state._state_ctx, "all_states", "iter_forward_root", "post_backward_final_callback_queued")
+    (group,) = state._fsdp_param_groups
+    for name in (
+        "reduce_grads", "all_reduce_grads", "reshard_after_backward", "reduce_scatter_unused_params",
+        "gradient_divide_factor", "_partial_reduce_output", "_training_state",
+    ):  # fmt: skip
+        assert name in group.__dict__, f"{name} is not a plain attribute of a parameter group any more"
+    have(group, "fsdp_params", "mesh_info", "is_sharded", "_to_sharded", "mp_policy", "device")
+    have(
+        group.fsdp_params[0], "sharded_param", "unsharded_accumulated_grad", "_unsharded_param", "init_unsharded_param",
+        "init_all_gather_outputs", "free_unsharded_param", "_sharded_param_data", "_sharded_local_tensor", "mp_policy", "device", "to_sharded_dtensor",
+        "_module_info",
+    )  # fmt: skip
+    have(group.fsdp_params[0]._module_info, "module", "param_name")
+    have(group.mesh_info, "mesh")
+
+
+def fsdp1_names() -> None:
+    from torch.distributed.fsdp import _runtime_utils
+
+    home = home_of("fsdp1_full")
+    home.model(data(0, 0)).sum().backward()
+    for name in ("_sync_gradients", "training_state", "_is_root"):
+        assert name in home.model.__dict__, f"{name} is not a plain attribute of FullyShardedDataParallel any more"
+    have(
+        home.model, "_handle", "_all_fsdp_states", "process_group", "_post_backward_callback_queued",
+        "_post_backward_stream", "_device_handle",
+    )  # fmt: skip
+    have(
+        home.model._handle, "flat_param", "uses_sharded_strategy", "device", "_reduce_dtype", "_training_state",
+        "prepare_gradient_for_optim", "_get_unflat_views", "_use_unsharded_grad_views", "_use_sharded_grad_views",
+    )  # fmt: skip
+    flat = home.model._handle.flat_param
+    have(
+        flat, "_params", "_shapes", "_shard_param_infos", "_unpadded_unsharded_size", "_post_backward_called",
+        "_local_shard",
+    )  # fmt: skip
+    have(flat._shard_param_infos[0], "in_shard", "offset_in_shard", "numel_in_shard")
+    have(
+        _runtime_utils, "_lazy_init", "_post_backward_final_callback", "_reduce_grad", "_reduce_grad_no_shard", "_reshard",
+        "_low_precision_hook_enabled",
+    )  # fmt: skip
+
+
+def replicate_names() -> None:
+    from torch.distributed._composable.replicate import replicate
+
+    home = home_of("replicate")
+    state = replicate.state(home.model)
+    assert state._init_args, "replicate makes its DDP before the first forward now"
+    state.lazy_init()
+    have(state, "_ddp", "_no_sync", "_param_list", "_param_names")
+    assert not state._init_args
+
+
+@pytest.mark.parametrize("case", [fsdp2_names, fsdp1_names, replicate_names])
+def test_the_names_are_there(ranks, case):
+    """Each attribute that the first lines of an engine's file name."""
+    ranks(2).run(case)
+
+
+def fsdp2_keeps_held_gradients_through_zero_grad() -> None:
+    home = home_of("fsdp2")
+    home.model.set_requires_gradient_sync(False)
+    home.model(data(0, 0)).sum().backward()
+    home.model.zero_grad()
+    home.model.reset_iter_state()
+    (group,) = home.model.first._get_fsdp_state()._fsdp_param_groups
+    assert all(p.sharded_param.grad is None and p._unsharded_param.grad is not None for p in group.fsdp_params)
+
+
+def fsdp2_reads_its_switch_as_a_backward_ends() -> None:
+    home = home_of("fsdp2")
+    home.model.set_requires_gradient_sync(False)
+    loss = home.model(data(0, 0)).sum()
+    home.model.set_requires_gradient_sync(True)
+    loss.backward()
+    assert all(p.grad is not None for p in home.model.parameters())
+
+
+def fsdp2_fails_without_us_where_a_module_never_ran() -> None:
+    """When this passes no more, `FSDP2Engine.open` need not make unsharded parameters in advance."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = Partly()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in (model.one, model.two, model):
+        fully_shard(layer, mp_policy=policy)
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(AttributeError, match="_unsharded_param"):
+        model(torch.ones(2, 4)).float().sum().backward()
+
+
+def fsdp2_skips_the_rest_of_a_partial_reduction() -> None:
+    """Why `reduce` needs reduce_scatter_unused_params there."""
+    home = home_of("hsdp_shard")
+    home.model.set_requires_all_reduce(False)
+    mean_of(home.model(data(home.rank, 0))).backward()
+    home.model.set_requires_all_reduce(True)
+    home.model._get_fsdp_state()._root_post_backward_final_callback()
+    assert all(p.grad is None for p in home.model.parameters())
+
+
+def fsdp2_keeps_a_partial_reduction_in_the_order_of_its_parameters() -> None:
+    """Each with its padding, the unused ones too; `held_gradients` takes it apart."""
+    home = home_of("hsdp_shard", unused=True)
+    home.model.set_requires_all_reduce(False)
+    for block in (home.model.first, home.model.second):
+        (group,) = block._get_fsdp_state()._fsdp_param_groups
+        group.reduce_scatter_unused_params = True
+    mean_of(home.model(data(home.rank, 0))).backward()
+    output, start = group._partial_reduce_output, 0
+    params = dict(home.model.second.named_parameters())
+    names = [next(name for name, p in params.items() if p is param.sharded_param) for param in group.fsdp_params]
+    assert set(names) == params.keys(), names
+    for name, param in zip(names, group.fsdp_params):
+        used = output[start : start + param._sharded_param_data.numel()].any()
+        assert used == (name != "unused"), name
+        start += param._sharded_param_data.numel()
+    assert start == output.numel()
+
+
+def fsdp1_holds_a_whole_flat_gradient_and_reduces_it_to_its_shard() -> None:
+    """Its size tells which it is. `load_held` gives the original parameters gradients, because torch looks at those."""
+    home = home_of("fsdp1_full_orig")
+    flat = home.model._handle.flat_param
+    with home.model.no_sync():
+        mean_of(home.model(data(home.rank, 0))).backward()
+        assert flat.grad.shape == flat._unpadded_unsharded_size != flat.shape
+        assert all(p.grad is not None for p in home.model.parameters())
+        for p in home.model.parameters():
+            p.grad = None
+        home.model(data(home.rank, 0))
+        assert flat.grad is None
+    home = home_of("fsdp1_full_orig")
+    flat = home.model._handle.flat_param
+    mean_of(home.model(data(home.rank, 0))).backward()
+    assert flat.grad.shape == flat.shape and not hasattr(flat, "_saved_grad_shard")
+
+
+def fsdp1_reads_its_switch_as_a_backward_ends() -> None:
+    home = home_of("fsdp1_full")
+    with home.model.no_sync():
+        loss = home.model(data(0, 0)).sum()
+    loss.backward()
+    assert all(p.grad.shape == p.shape for p in home.model.parameters())
+
+
+def replicate_reads_its_switch_in_forward() -> None:
+    home = home_of("replicate")
+    home.model.set_requires_gradient_sync(False)
+    loss = mean_of(home.model(data(home.rank, 0)))
+    home.model.set_requires_gradient_sync(True)
+    loss.backward()
+    gradient = home.model.scale.grad.clone()
+    torch.distributed.all_reduce(gradient)
+    assert not torch.equal(gradient / home.size, home.model.scale.grad)
+    assert isinstance(home.model, nn.Module)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        fsdp2_keeps_held_gradients_through_zero_grad,
+        fsdp2_reads_its_switch_as_a_backward_ends,
+        fsdp2_fails_without_us_where_a_module_never_ran,
+        fsdp2_skips_the_rest_of_a_partial_reduction,
+        fsdp2_keeps_a_partial_reduction_in_the_order_of_its_parameters,
+        fsdp1_holds_a_whole_flat_gradient_and_reduces_it_to_its_shard,
+        fsdp1_reads_its_switch_as_a_backward_ends,
+        replicate_reads_its_switch_in_forward,
+    ],
+)
+def test_torch_does_what_it_did(ranks, case):
+    """The behaviour that the engines are built on, or around."""
+    ranks(4 if "partial" in case.__name__ else 2).run(case)

@@ -1,0 +1,125 @@
+"""Several models in one step, or in steps of their own, on two ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradsync
+from gradsync import accumulating
+from tests.support.compare import assert_equal_updates
+from tests.support.models import small_model
+from tests.support.recorder import Recorder
+from tests.support.reference import mean_loss, micro_batch
+
+
+def one_of_several(wrap: str, how: str) -> None:
+    """Two models in one step, of which each micro-batch uses one, the boundary's on each rank another."""
+    rank = dist.get_rank()
+    make = lambda: [nn.Linear(3, 2).double(), small_model()]  # noqa: E731
+    torch.manual_seed(1)
+    models = make()
+    torch.manual_seed(1)
+    twins = make()
+    homes = models if wrap == "bare" else [DDP(model, find_unused_parameters=True) for model in models]
+    optimizer = Recorder([p for model in models for p in model.parameters()])
+    used = [[1, 0, 0, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 1, 0, 0]]
+    items = [(micro_batch(rank, i), used[rank][i]) for i in range(9)]
+    if how.startswith("sync_every"):
+        for micro, (x, which) in gradsync.sync_every(homes, 3, items):
+            loss = mean_loss(homes[which], x)
+            (loss / 3).backward() if how.endswith("plain") else micro.backward(loss)
+            if micro.last:
+                optimizer.step()
+                optimizer.zero_grad()
+    else:
+
+        @gradsync.accumulating(steps=3, sync=how)
+        def step(one, other, optimizer, x, which):
+            return mean_loss((one, other)[which], x)
+
+        for x, which in items:
+            step(*homes, optimizer, x, which)
+    for seen, start in zip(optimizer.seen, (0, 3, 6), strict=True):
+        places = [(r, i) for r in range(2) for i in range(start, start + 3)]
+        loss = sum(mean_loss(twins[used[r][i]], micro_batch(r, i)) for r, i in places) / len(places)
+        parameters = [p for twin in twins for p in twin.parameters()]
+        for p, gradient, got in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), seen, strict=True):
+            assert (gradient is None) == (got is None)
+            if gradient is not None:
+                assert torch.allclose(got, gradient, rtol=1e-12, atol=1e-14), p.shape
+                p.data -= 0.1 * gradient
+
+
+@pytest.mark.parametrize("wrap", ["bare", "find_unused"])
+@pytest.mark.parametrize("how", ["window", "each", "sync_every", "sync_every plain"])
+def test_ranks_that_use_different_models_in_a_window(ranks, wrap, how):
+    ranks(2).run(one_of_several, wrap, how)
+
+
+def static_pair(steps: int, sync: str) -> None:
+    """Two static graphs in one step, each of which owes a synchronisation of its very first micro-batch."""
+    rank = dist.get_rank()
+    torch.manual_seed(1)
+    models = [nn.Linear(3, 3).double(), small_model()]
+    homes = [DDP(model, static_graph=True) for model in models]
+    optimizer = Recorder([p for model in models for p in model.parameters()], lr=0.0)
+
+    @gradsync.accumulating(steps=steps, sync=sync)
+    def step(one, other, optimizer, x):
+        return mean_loss(other, one(x))
+
+    for i in range(3 * steps):
+        step(*homes, optimizer, micro_batch(rank, i))
+    assert len(optimizer.seen) == 3
+    for number, seen in enumerate(optimizer.seen):
+        places = [(r, i) for r in range(2) for i in range(number * steps, (number + 1) * steps)]
+        loss = sum(mean_loss(models[1], models[0](micro_batch(*place))) for place in places) / len(places)
+        for gradient, got in zip(torch.autograd.grad(loss, optimizer.param_groups[0]["params"]), seen, strict=True):
+            assert torch.allclose(got, gradient, rtol=1e-12, atol=1e-14), (number, gradient.shape)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("sync", ["window", "each"])
+def test_two_static_graphs_in_one_step(ranks, steps, sync):
+    ranks(2).run(static_pair, steps, sync)
+
+
+def a_gan() -> None:
+    """Two DDP models, each other's bystanders, with cadences of their own."""
+    rank = dist.get_rank()
+    torch.manual_seed(1)
+    g, d = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
+    twin_g, twin_d = copy.deepcopy(g), copy.deepcopy(d)
+    home_g, home_d = DDP(g), DDP(d)
+    opt_g, opt_d = Recorder(g.parameters()), Recorder(d.parameters())
+    g_step = accumulating(steps=2)(lambda g, d, opt, x: -d(g(x)).mean())
+    d_step = accumulating(steps=4)(lambda g, d, opt, x: d(g(x)).square().mean())
+    for i in range(8):
+        d_step(home_g, home_d, opt_d, micro_batch(rank, i))
+        g_step(home_g, home_d, opt_g, micro_batch(rank, 50 + i))
+    assert len(opt_g.seen) == 4 and len(opt_d.seen) == 2
+    # The reference, in the same order.
+    sgd_g, sgd_d = Recorder(twin_g.parameters()), Recorder(twin_d.parameters())
+    for i in range(8):
+        for r in range(2):
+            (twin_d(twin_g(micro_batch(r, i)).detach()).square().mean() / 8).backward()
+        if i % 4 == 3:
+            sgd_d.step(), sgd_d.zero_grad()
+        for r in range(2):
+            loss = -twin_d(twin_g(micro_batch(r, 50 + i))).mean() / 4
+            for p, v in zip(twin_g.parameters(), torch.autograd.grad(loss, list(twin_g.parameters()))):
+                p.grad = v if p.grad is None else p.grad + v
+        if i % 2 == 1:
+            sgd_g.step(), sgd_g.zero_grad()
+    assert_equal_updates(opt_g.seen, sgd_g.seen, 1e-11)
+    assert_equal_updates(opt_d.seen, sgd_d.seen, 1e-11)
+
+
+def test_a_gan(ranks):
+    ranks(2).run(a_gan)

@@ -1,0 +1,48 @@
+"""A backward of the user's own that fails at the boundary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradsync
+from tests.support.compare import assert_equal_updates
+from tests.support.models import small_model
+from tests.support.recorder import Recorder
+from tests.support.reference import micro_batch
+from tests.support.traps import Trap
+
+
+def failing_plain_backward(where: int, fails: list, sized: bool) -> None:
+    """The same in a `loss.backward()` of the user's own, once it has reached a parameter."""
+    rank = dist.get_rank()
+    for wrap in (lambda m: m, DDP):
+        model = small_model()
+        home = wrap(model)
+        optimizer = Recorder(model.parameters(), lr=0.0)
+        for attempt in range(4):
+            items = [micro_batch(rank, i) for i in range(2)]
+            try:
+                for micro, x in gradsync.sync_every(home, 2, items if sized else iter(items)):
+                    armed = rank == 1 and attempt in fails and micro.last
+                    y = model[0](Trap.apply(x.requires_grad_(), ZeroDivisionError() if armed and where == 2 else None))
+                    y = model[2](model[1](Trap.apply(y, ZeroDivisionError() if armed and where == 0 else None)))
+                    (y.square().mean() / 2).backward()
+                    if micro.last:
+                        optimizer.step()
+            except ZeroDivisionError:
+                pass
+            optimizer.zero_grad()
+        twin = small_model()
+        loss = sum(twin(micro_batch(r, i)).square().mean() for r in range(2) for i in range(2)) / 4
+        expected = [list(torch.autograd.grad(loss, list(twin.parameters())))]
+        assert_equal_updates(optimizer.seen[-2:], expected * 2)
+
+
+@pytest.mark.parametrize("where", [0, 2])
+@pytest.mark.parametrize("fails", [[0], [1], [0, 1]])
+def test_a_boundary_of_the_users_own_that_fails(ranks, where, fails):
+    for sized in (True, False):
+        ranks(2).run(failing_plain_backward, where, fails, sized)

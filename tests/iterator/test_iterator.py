@@ -1,0 +1,73 @@
+"""`sync_every` on DDP: endless, left early, and with nothing to count."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradsync
+from tests.support.compare import assert_equal_updates
+from tests.support.models import small_model
+from tests.support.recorder import Recorder
+from tests.support.reference import cut, mean_loss, micro_batch, sum_loss, train, window_mean
+from tests.support.wire import num_collectives
+
+
+def endless_sync_every() -> None:
+    """Zipped with a loop, several models."""
+    rank = dist.get_rank()
+    one, two = small_model(), small_model()
+    homes = DDP(one), two
+    optimizer = Recorder([*one.parameters(), *two.parameters()])
+    data = [micro_batch(rank, i) for i in range(6)]
+    for micro, x in zip(gradsync.sync_every(homes, 3), data):
+        micro.backward(mean_loss(homes[0], x) + mean_loss(homes[1], x))
+        if micro.last:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert homes[0].require_backward_grad_sync
+    expected, _ = train(small_model(), cut([6, 6], 3), window_mean)
+    assert_equal_updates(optimizer.seen, [e + e for e in expected])
+
+
+def test_endless(ranks):
+    ranks(2).run(endless_sync_every)
+
+
+def leaving_sync_every(how: str) -> None:
+    """A break, an exception or a return out of the loop leaves the engine as it was found."""
+    home = DDP(small_model())
+    data = [micro_batch(dist.get_rank(), i) for i in range(8)]
+
+    def loop():
+        for micro, x in gradsync.sync_every(home, 4, data):
+            micro.backward(mean_loss(home, x))
+            if micro.index == 1:
+                if how == "break":
+                    break
+                if how == "return":
+                    return
+                raise ZeroDivisionError
+
+    with contextlib.suppress(ZeroDivisionError):
+        loop()
+    assert home.require_backward_grad_sync and home.require_forward_param_sync
+    home.zero_grad()
+    before = num_collectives()
+    mean_loss(home, data[0]).backward()
+    assert num_collectives() > before, "DDP synchronises as before"
+
+
+@pytest.mark.parametrize("how", ["break", "return", "exception"])
+def test_leaving_sync_every(ranks, how):
+    ranks(2).run(leaving_sync_every, how)
+
+
+def test_counts_of_zero_in_sync_every_leave_no_gradient():
+    model = small_model()
+    for step, x in gradsync.sync_every(model, 2, [micro_batch(0, i) for i in range(2)]):
+        step.backward(sum_loss(model, x) * 0, count=0)
+    assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,84 @@
+"""Runs on any engine that can be saved in the middle of a window and gone on with elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import gradsync
+from tests.support.compare import assert_equal_states
+from tests.support.files import through_a_file
+from tests.support.homes import Home
+from tests.support.reference import mean_of, states
+from tests.support.training import DECAY, LR, data, items_of
+
+NUM = 5  # micro-batches: a window of 3, and a tail of 2
+
+
+class Run:
+    """A model on its engine with the parameters of `old`, and what they were after each update."""
+
+    def __init__(self, home: Home, sync: str | None = None, old: Run | None = None, forward=None) -> None:
+        self.home, self.states = home, []
+        model = home.model
+        if old is not None:
+            with torch.no_grad():
+                for p, q in zip(model.parameters(), old.home.model.parameters()):
+                    p.copy_(q)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=LR, weight_decay=DECAY, foreach=home.foreach)
+        forward = forward or (lambda model, rank, index: model(data(rank, index)))
+        options = {"sync": sync} if sync else home.options
+
+        @gradsync.accumulating(3, model=model, optimizer=self.optimizer, **options)
+        def step(index):
+            return mean_of(forward(model, home.rank, index))
+
+        self.step = step
+        self.optimizer.register_step_post_hook(lambda *_: self.states.append(self.home.full()))
+
+    def go(self, start: int, end: int, how: str = "calls") -> None:
+        for index in self.step.over(range(start, end)) if how == "over" else range(start, end):
+            self.step(index)
+        if how == "flush":
+            self.step.flush()
+
+    def taken(self) -> dict:
+        """Its state, through a file; the run is over."""
+        state = self.step.state_dict()
+        self.step.reset()
+        return through_a_file(state)
+
+    @property
+    def gradients(self) -> dict:
+        return self.step.state_dict()["windows"][0]["open"]["gradients"]
+
+
+def resumed_anywhere(make, how: str, sync: str | None = None, forward=None) -> list:
+    """Saved after any micro-batch and gone on with in fresh objects, it ends to the bit as if nothing had been.
+
+    Returns what the parameters were after each update of the run that nothing interrupted.
+    """
+    whole = Run(make(), sync, forward=forward)
+    whole.go(0, NUM, how)
+    for stop in range(NUM):
+        run = Run(make(), sync, forward=forward)
+        run.go(0, stop)
+        state = run.taken()
+        again = Run(make(), sync, old=run, forward=forward)
+        again.step.load_state_dict(state)
+        assert again.step.progress.micro_steps == stop
+        again.go(stop, NUM, how)
+        try:
+            assert_equal_states(run.states + again.states, whole.states, tolerance=0.0)
+        except AssertionError as error:
+            raise AssertionError(f"resumed after {stop}: {error}") from error
+    return whole.states
+
+
+def updates(bare: nn.Module, loss, num_ranks: int, windows=(range(3), range(3, NUM))) -> list:
+    """The parameters of a bare module after each update; `loss(module, rank, index)` is that of a micro-batch."""
+
+    def mean(model, items):
+        return sum(loss(model, *item) for item in items) / len(items)
+
+    return states(bare, [items_of(window, num_ranks) for window in windows], mean, LR, DECAY)

@@ -1,0 +1,103 @@
+"""Real ranks for the tests: processes that are started once, joined by gloo, and given one case after another.
+
+A case is a module-level function; it runs on every rank at once, and its return values come back in the order of ranks.
+Each case has a time limit: a hang ends the ranks and fails the test.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+TIME_LIMIT = 60.0  # seconds a case may take
+GROUP_TIMEOUT = timedelta(seconds=40)  # shorter, so that a rank can say what it waited for
+
+
+class RankError(AssertionError):
+    """A case failed on some rank; the text has that rank's traceback."""
+
+
+class Ranks:
+    """`size` processes in one gloo group."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list = []
+        self._pipes: list = []
+
+    def run(self, case: Callable, *args: object, limit: float = TIME_LIMIT) -> list:
+        """Run a function on every rank; what they returned."""
+        results = self.outcomes(case, *args, limit=limit)
+        failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(results) if not ok]
+        if failed:
+            raise RankError(f"{case.__module__}.{case.__qualname__}{args} failed on\n" + "\n".join(failed))
+        return [value for _, value in results]
+
+    def outcomes(self, case: Callable, *args: object, limit: float = TIME_LIMIT) -> list:
+        """The same, with (True, value) or (False, traceback) a rank."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps((case, args)))
+        results, end = [], time.monotonic() + limit
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                arrived = pipe.poll(max(0.0, end - time.monotonic()))
+                results.append(pickle.loads(pipe.recv_bytes()) if arrived else (False, f"HANG: nothing in {limit} s"))
+            except (EOFError, ConnectionError):
+                results.append((False, f"the process ended, exit code {self._processes[rank].exitcode}"))
+        if not all(ok for ok, _ in results):
+            self.stop()  # whatever is left half done must not reach the next case
+        return results
+
+    def stop(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(0.2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "gradsync", "tests.support.ranks"])
+        init = os.path.join(tempfile.mkdtemp(prefix="gradsync-ranks-"), "store")
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, init, there), daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+
+
+def _serve(rank: int, size: int, init: str, pipe) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{init}", rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
+    while True:
+        try:
+            sent = pipe.recv_bytes()
+        except EOFError:
+            break
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float32)
+        try:
+            case, args = pickle.loads(sent)  # by their names: this imports the modules that they are in
+            outcome = (True, case(*args))
+            dist.barrier()
+        except BaseException:
+            outcome = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(outcome))
+    os._exit(0)  # the group is left without ceremony: how to leave it well is another test

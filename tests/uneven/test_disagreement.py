@@ -1,0 +1,109 @@
+"""What ranks have to agree on, and what each of them is told where they do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradsync
+from gradsync import LossSum, accumulating
+from tests.support.compare import assert_equal_updates
+from tests.support.models import small_model
+from tests.support.recorder import Recorder
+from tests.support.reference import mean_loss, micro_batch, sum_loss, train, window_mean
+
+
+def disagreement(what: str, iterator: bool = False) -> str:
+    """What each rank is told."""
+    rank = dist.get_rank()
+    model = small_model() if what != "parameters" else nn.Linear(3, 2 + rank).double()
+    optimizer = Recorder(model.parameters())
+    steps = {"steps": 2 + rank, "steps later": lambda window: 2 + rank * (window == 1)}.get(what, 2)
+    tail = "drop" if what == "tail" and rank else "step"
+
+    @accumulating(steps=steps, tail=tail)
+    def step(model, optimizer, x):
+        if what == "loss" and rank:
+            return LossSum(sum_loss(model, x), x.numel())
+        return mean_loss(model, x)
+
+    try:
+        if what == "flush":
+            for i in range(2 + rank * 2):
+                if rank == 0 or i < 2:
+                    step(model, optimizer, micro_batch(rank, i))
+            if rank:
+                step(model, optimizer, micro_batch(rank, 3))
+            step.flush()
+            return "no error"
+        if what == "steps later" and iterator:
+            for micro, x in gradsync.sync_every(model, steps, [micro_batch(rank, i) for i in range(8)]):
+                micro.backward(mean_loss(model, x))
+        for i in range(6):
+            step(model, optimizer, micro_batch(rank, i))
+    except gradsync.GradSyncError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("steps", ["same steps", "rank 0 has 2", "rank 1 has 3"]),
+        ("steps later", ["same number of steps in a window", "rank 0 has 2", "rank 1 has 3"]),
+        ("tail", ["same tail", "rank 0 has step", "rank 1 has drop"]),
+        ("loss", ["same kind of loss", "rank 0 has a mean", "rank 1 has a LossSum"]),
+        ("parameters", ["same trainable parameters", "rank 0 has 2 of 8", "rank 1 has 2 of 12"]),
+    ],
+)
+def test_disagreement_is_told_on_every_rank(ranks, what, words):
+    said = ranks(2).run(disagreement, what)
+    if what == "steps later":
+        said += ranks(2).run(disagreement, what, True)
+    for text in said:
+        assert all(word in text for word in words), text
+
+
+def empty_rank_unknown(everywhere: bool, flush: bool) -> str:
+    """A rank without items whose models nobody named."""
+    rank = dist.get_rank()
+    model = small_model()
+    optimizer = Recorder(model.parameters())
+    step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
+    try:
+        items = [] if everywhere or rank == 1 else [micro_batch(rank, 0)]
+        for x in items if flush else step.over(items):
+            step(model, optimizer, x)
+        if flush:
+            step.flush()
+    except gradsync.GradSyncError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_without_items_and_without_models_is_named_everywhere(ranks):
+    for flush in (False, True):
+        for text in ranks(2).run(empty_rank_unknown, False, flush):
+            assert "rank 1 had none" in text and "model=..." in text, text
+        assert ranks(2).run(empty_rank_unknown, True, flush) == ["no error"] * 2
+
+
+def flushing_an_empty_rank(wrap: str) -> None:
+    """A rank that never called the function takes part in its flush, where models and optimizer are named."""
+    rank = dist.get_rank()
+    model = small_model()
+    home = model if wrap == "bare" else DDP(model)
+    optimizer = Recorder(model.parameters())
+    step = accumulating(steps=4, model=home, optimizer=optimizer)(lambda x: mean_loss(home, x))
+    for i in range(0 if rank else 3):
+        step(micro_batch(rank, i))
+    step.flush()
+    expected, _ = train(small_model(), [[(0, 0), (0, 1), (0, 2)]], window_mean)
+    assert_equal_updates(optimizer.seen, expected)
+
+
+@pytest.mark.parametrize("wrap", ["bare", "ddp"])
+def test_a_rank_that_flushes_before_any_call(ranks, wrap):
+    ranks(2).run(flushing_an_empty_rank, wrap)

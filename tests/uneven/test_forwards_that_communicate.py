@@ -1,0 +1,170 @@
+"""Ranks of different lengths where forwards communicate: who has run out repeats its last call, and weighs nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardingStrategy,  # noqa: E402
+    fully_shard,
+)
+
+import gradsync
+from gradsync import LossSum, accumulating
+from tests.support.compare import assert_equal_updates
+from tests.support.models import small_model
+from tests.support.recorder import Recorder
+from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
+
+KINDS = ["fsdp2", "fsdp2, root not wrapped", "fsdp1", "fsdp1, not sharded"]
+_STRATEGIES = {"fsdp1": ShardingStrategy.FULL_SHARD, "fsdp1, not sharded": ShardingStrategy.NO_SHARD}
+
+
+def sharded(kind: str) -> nn.Module:
+    model = small_model()
+    if kind == "fsdp2":
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        return fully_shard(model)
+    if kind == "fsdp2, root not wrapped":
+        fully_shard(model[0])
+        fully_shard(model[2])
+        return model
+    return FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=True, sharding_strategy=_STRATEGIES[kind]
+    )
+
+
+def uneven(kind: str, lengths: list[int], how: str, sums: bool = False, poison: bool = False, skip_items=()) -> int:
+    """Each micro-batch counts once; a replay weighs nothing, whatever its loss is."""
+    rank = dist.get_rank()
+    home = sharded(kind)
+    optimizer = Recorder(home.parameters(), lr=0.05)
+    data = [micro_batch(rank, i) for i in range(lengths[rank])]
+    calls = 0
+
+    def loss_of(x):
+        nonlocal calls
+        calls += 1
+        y = home(x)
+        if poison and calls > lengths[rank]:
+            y = y * float("nan")
+        if sums:
+            return LossSum(y.square().sum(), y.numel())
+        return y.square().mean() + y.sum() * 0.1
+
+    if how == "sync_every":
+        replays = 0
+        for step, x in gradsync.sync_every(home, 3, data):
+            loss = loss_of(x)
+            step.backward(loss.loss, count=loss.count) if sums else step.backward(loss)
+            replays += step.replay
+            if step.last:
+                optimizer.step()
+                optimizer.zero_grad()
+    else:
+        step = accumulating(steps=3, model=home, optimizer=optimizer)(loss_of)
+        for i, x in enumerate(step.over(data if how == "over" else iter(data))):
+            if [rank, i] not in list(skip_items):
+                step(x)
+        replays = step.progress.replays
+    left = [[i for i in range(n) if [r, i] not in list(skip_items)] for r, n in enumerate(lengths)]
+
+    def whole(model, window):
+        xs = [micro_batch(r, left[r][i]) for r, i in window]
+        if sums:
+            return sum(model(x).square().sum() for x in xs) / sum(model(x).numel() for x in xs)
+        return sum(mean_loss(model, x) for x in xs) / len(xs)
+
+    expected, end = train(small_model(), cut([len(one) for one in left], 3), whole, lr=0.05)
+    if kind.startswith("fsdp1") and kind != "fsdp1, not sharded":
+        assert len(optimizer.seen) == len(expected)
+        compare_flat(home, end)
+    else:
+        assert_equal_updates(optimizer.seen, expected, 1e-10)
+    return replays
+
+
+def compare_flat(home, end) -> None:
+    """FSDP1 keeps pieces: compare what comes out of the training."""
+    with FullyShardedDataParallel.summon_full_params(home):
+        for p, q in zip(home.parameters(), end.parameters(), strict=True):
+            torch.testing.assert_close(p.reshape(q.shape), q, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["over", "unsized", "sync_every"])
+def test_each_micro_batch_counts_once(ranks, kind, how):
+    for lengths in ([3, 7], [8, 2], [1, 5], [4, 4], [6, 3]):
+        replays = ranks(2).run(uneven, kind, lengths, how)
+        assert replays == [max(lengths) - n for n in lengths]
+
+
+@pytest.mark.parametrize("how", ["over", "sync_every"])
+def test_sums_weigh_by_their_counts(ranks, how):
+    ranks(2).run(uneven, "fsdp2", [3, 7], how, True)
+
+
+@pytest.mark.parametrize("how", ["over", "sync_every"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nan_in_a_replay_leaves_no_trace(ranks, how, kind):
+    """Its gradients are replaced by zeros at the parameters."""
+    ranks(2).run(uneven, kind, [7, 2], how, False, True)
+
+
+def test_loops_that_pass_over_items(ranks):
+    ranks(2).run(uneven, "fsdp2", [5, 8], "over", False, False, [[0, 1], [1, 7], [1, 2]])
+    ranks(2).run(uneven, "fsdp2", [5, 8], "over", False, False, [[0, 4], [1, 7], [1, 6], [1, 5]])
+
+
+def skipping(kind: str, bad: list) -> list:
+    """A micro-batch that fails before the model is called is dropped on that rank alone."""
+    rank = dist.get_rank()
+    home = sharded(kind)
+    optimizer = Recorder(home.parameters(), lr=0.05)
+
+    @accumulating(steps=3, skip=ValueError, model=home, optimizer=optimizer)
+    def step(i):
+        if [rank, i] in bad:
+            raise ValueError
+        return mean_loss(home, micro_batch(rank, i))
+
+    for i in step.over(range(7)):
+        step(i)
+    windows = [[(r, i) for r, i in w if [r, i] not in bad] for w in cut([7, 7], 3)]
+    expected, _ = train(small_model(), [w for w in windows if w], window_mean, lr=0.05)
+    assert_equal_updates(optimizer.seen, expected, 1e-10)
+    return [step.progress.dropped, step.progress.replays]
+
+
+@pytest.mark.parametrize("bad", [[[0, 1]], [[1, 2]], [[0, 4], [0, 5]], [[1, 6]]])
+def test_skipped_micro_batches(ranks, bad):
+    counts = ranks(2).run(skipping, "fsdp2", bad)
+    assert counts == [[sum(r == rank for r, _ in bad)] * 2 for rank in range(2)]
+
+
+def an_empty_rank(kind: str, how: str) -> str:
+    rank = dist.get_rank()
+    home = sharded(kind)
+    optimizer = Recorder(home.parameters())
+    data = [] if rank == 1 else [micro_batch(rank, 0)]
+    step = accumulating(steps=2, model=home, optimizer=optimizer)(lambda x: mean_loss(home, x))
+    try:
+        if how == "over":
+            for x in step.over(data):
+                step(x)
+        else:
+            for micro, x in gradsync.sync_every(home, 2, data):
+                micro.backward(mean_loss(home, x))
+    except gradsync.GradSyncError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("how", ["over", "sync_every"])
+def test_a_rank_that_never_had_an_item_is_named_on_every_rank(ranks, how):
+    for text in ranks(2).run(an_empty_rank, "fsdp2", how):
+        assert "needs at least one item in" in text and "rank 1 has none" in text, text

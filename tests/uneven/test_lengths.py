@@ -1,0 +1,97 @@
+"""Ranks with different numbers of micro-batches, on DDP: nobody hangs, and each counts once."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradsync
+from gradsync import LossSum, accumulating
+from tests.support.compare import assert_equal_updates
+from tests.support.items import unsized
+from tests.support.models import small_model
+from tests.support.recorder import Recorder
+from tests.support.reference import cut, mean_loss, micro_batch, sum_loss, train, window_mean
+
+
+def uneven(lengths: list[int], steps, mode: str, wrap: str, kind: str = "mean") -> None:
+    """Ranks with different numbers of micro-batches, and counts that differ."""
+    rank = dist.get_rank()
+    model = small_model(unused=wrap in {"bare", "find_unused"})
+    kwargs = {"find_unused": {"find_unused_parameters": True}, "views": {"gradient_as_bucket_view": True}}
+    kwargs |= {"static": {"static_graph": True}, "buckets": {"bucket_cap_mb": 1e-4}}
+    home = model if wrap == "bare" else DDP(model, **kwargs.get(wrap, {}))
+    optimizer = Recorder(model.parameters())
+    rows = lambda r, i: 1 + (5 * r + 3 * i) % 4  # noqa: E731
+    data = [micro_batch(rank, i, rows(rank, i)) for i in range(lengths[rank])]
+
+    def loss_of(model, x):
+        return LossSum(sum_loss(model, x), x.numel()) if kind == "sum" else mean_loss(model, x)
+
+    @gradsync.accumulating(steps=steps, model=home, optimizer=optimizer)
+    def step(x):
+        return loss_of(home, x)
+
+    if mode == "sync_every":
+        for micro, x in gradsync.sync_every(home, steps, data):
+            if kind == "sum":
+                micro.backward(sum_loss(home, x), count=x.numel())
+            else:
+                micro.backward(mean_loss(home, x))
+            if micro.last:
+                optimizer.step()
+                optimizer.zero_grad()
+    else:
+        for x in step.over(data if mode == "over" else unsized(data)):
+            step(x)
+
+    def whole(model, window):
+        xs = [micro_batch(r, i, rows(r, i)) for r, i in window]
+        if kind == "sum":
+            return sum(sum_loss(model, x) for x in xs) / sum(x.numel() for x in xs)
+        return sum(mean_loss(model, x) for x in xs) / len(xs)
+
+    expected, _ = train(small_model(unused=wrap in {"bare", "find_unused"}), cut(lengths, steps), whole)
+    assert_equal_updates(optimizer.seen, expected)
+
+
+UNEVEN = [[5, 3], [3, 5], [1, 9], [9, 1], [4, 8], [8, 7], [1, 1]]
+
+
+@pytest.mark.parametrize("mode", ["over", "unsized", "sync_every"])
+@pytest.mark.parametrize("wrap", ["bare", "ddp", "find_unused", "views", "buckets", "static"])
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+def test_ranks_with_different_numbers_of_micro_batches(ranks, mode, wrap, kind):
+    """Nobody hangs, and each micro-batch and each count weighs once."""
+    for lengths in UNEVEN:
+        ranks(2).run(uneven, lengths, 4, mode, wrap, kind)
+    ranks(3).run(uneven, [3, 7, 5], 3, mode, wrap, kind)
+
+
+@pytest.mark.parametrize("wrap", ["bare", "ddp", "find_unused", "views"])
+def test_a_rank_without_any_micro_batch_takes_part(ranks, wrap):
+    """Models and optimizers are known by keyword."""
+    for lengths in ([0, 5], [6, 0]):
+        ranks(2).run(uneven, lengths, 4, "over", wrap)
+    ranks(3).run(uneven, [0, 7, 0], 3, "unsized", wrap, "sum")
+
+
+def sub_group() -> None:
+    """The model's own group: rank 2 has nothing to do with it."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        return
+    model = small_model()
+    home = DDP(model, process_group=group)
+    optimizer = Recorder(model.parameters())
+    step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
+    for x in step.over([micro_batch(rank, i) for i in range(3 + 2 * rank)]):
+        step(home, optimizer, x)
+    expected, _ = train(small_model(), cut([3, 5], 2), window_mean)
+    assert_equal_updates(optimizer.seen, expected)
+
+
+def test_a_sub_group(ranks):
+    ranks(3).run(sub_group)

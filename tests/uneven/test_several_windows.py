@@ -1,0 +1,96 @@
+"""Several windows in one loop of ranks of different lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import gradsync
+from tests.support.compare import assert_equal_updates
+from tests.support.models import small_model
+from tests.support.recorder import Recorder
+from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
+
+
+def sharded_and_not(lengths: list[int], nested: bool, sharded: int, known: bool) -> None:
+    """One model whose forward communicates, and one whose does not, in one uneven loop: each in windows of its own."""
+    rank = dist.get_rank()
+    models = [small_model(), small_model()]
+    fully_shard(models[sharded], mesh=init_device_mesh("cpu", (2,)))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    sizes = [3, 2] if nested else [3, 3]
+    body = lambda model, optimizer, x: mean_loss(model, x)  # noqa: E731
+    one = gradsync.accumulating(steps=3)(body)
+    other = gradsync.accumulating(steps=2)(lambda *args: body(*args)) if nested else one
+    items = [micro_batch(rank, i) for i in range(lengths[rank])]
+    data = items if known else iter(items)
+    for x in one.over(other.over(data)) if nested else one.over(data):
+        one(models[0], optimizers[0], x)
+        other(models[1], optimizers[1], x)
+    for model, size in zip(models, sizes, strict=True):
+        twin = small_model()
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for window in cut(lengths, size):
+            loss = sum(mean_loss(twin, micro_batch(*place)) for place in window) / len(window)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for got, expected in zip(model.parameters(), twin.parameters(), strict=True):
+            full = got.full_tensor() if hasattr(got, "full_tensor") else got
+            assert torch.allclose(full, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [[5, 2], [2, 5], [7, 1], [1, 6], [6, 6], [3, 4]])
+@pytest.mark.parametrize("sharded", [0, 1])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_sharded_model_and_another_in_one_loop(ranks, nested, sharded, lengths):
+    for known in (False, True):
+        ranks(2).run(sharded_and_not, lengths, nested, sharded, known)
+
+
+def several_windows(lengths: list[int], nested: bool) -> str:
+    """Two models in one loop, the second with buffers, in windows of 4 and 3: of one function, or of two."""
+    rank = dist.get_rank()
+    models = [small_model(), nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64), small_model())]
+    optimizers = [Recorder(model.parameters()) for model in models]
+    sizes = lambda window: (4, 3)[window % 2]  # noqa: E731
+
+    def body(model, optimizer, x):
+        return mean_loss(model[1] if len(model) == 2 else model, x) + (model[0](x).sum() * 0 if len(model) == 2 else 0)
+
+    one = gradsync.accumulating(steps=sizes)(body)
+    other = gradsync.accumulating(steps=sizes)(lambda *args: body(*args)) if nested else one
+    for model, optimizer, step in zip(models, optimizers, (one, other)):
+        for i in range(7):  # both are known to every rank: one of 4 and one of 3
+            step(model, optimizer, micro_batch(rank, 50 + i))
+    data = [micro_batch(rank, i) for i in range(lengths[rank])]
+    try:
+        for x in one.over(other.over(data)) if nested else one.over(data):
+            one(models[0], optimizers[0], x)
+            other(models[1], optimizers[1], x)
+    except gradsync.GradSyncError as error:
+        return str(error)
+    before = [[(r, 50 + i) for r in range(2) for i in part] for part in (range(4), range(4, 7))]
+    expected, _ = train(small_model(), [*before, *cut(lengths, sizes)], window_mean)
+    assert_equal_updates(optimizers[0].seen, expected)
+    inner = [[grad for grad in window[2:]] for window in optimizers[1].seen]
+    assert_equal_updates(inner, expected)
+    for buffer in models[1].buffers() if lengths != [7, 7] else ():  # where nobody has run out they are made equal later
+        both = [torch.zeros_like(buffer) for _ in range(2)]
+        dist.all_gather(both, buffer)
+        assert torch.equal(*both)
+    return "exact"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_several_windows_in_one_loop(ranks, nested):
+    """Buffers are made equal where each rank can tell, also one that has run out."""
+    for lengths in ([5, 2], [2, 5], [4, 9], [7, 7], [1, 8]):
+        assert ranks(2).run(several_windows, lengths, nested) == ["exact"] * 2
+    for text in ranks(2).run(several_windows, [3, 0], nested):
+        unknown = "at different places: rank 0 at the data of body.over; rank 1 at" if nested else "but rank 1 has none"
+        assert unknown in text
