@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 from gradsync import GradSyncError, accumulating
 from tests.changes.rule import (
-    Net, Outcome, Run, compare, exact_or_error, layer, my_rank, outcomes, sum_of_models, told, world_size,
+    LIMIT, Net, Outcome, Run, compare, exact_or_error, layer, my_rank, outcomes, sum_of_models, told, world_size,
 )  # fmt: skip
 from tests.reference import micro_batch
 
@@ -226,14 +226,17 @@ def edited(name: str, how: str, wrap: str, steps: int, rewrapped: bool = False) 
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_model_that_was_edited_between_windows(ranks, name, wrap, how, steps):
-    exact_or_error(ranks(2).run(edited, name, how, wrap, steps, limit=20))
+    exact_or_error(ranks(2).run(edited, name, how, wrap, steps, limit=LIMIT))
 
 
 @pytest.mark.parametrize("how", ["accumulating", "sync_every"])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_user_who_puts_the_edited_model_on_ddp_anew(ranks, name, how):
     """That is what torch asks for, and nothing about it is wrong."""
-    exact_or_error(ranks(2).run(edited, name, how, "ddp", 3, True, limit=20), only="" if "nobody" in name else "exact")
+    # These train in the middle of the edit, or leave the optimizer, or torch's own graph, with what is gone.
+    open_ = {"new_head_that_nobody_steps", "assigned_behind_the_optimizer", "resized_in_place", "frozen_and_back", "swapped",
+             "tied_and_untied"}  # fmt: skip
+    exact_or_error(ranks(2).run(edited, name, how, "ddp", 3, True, limit=LIMIT), only="" if name in open_ else "exact")
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -262,7 +265,7 @@ def edited_twice(names: list[str], how: str, wrap: str) -> Outcome:
     ["resized_embedding", "adapter", "part_of_something_larger"],
 ])  # fmt: skip
 def test_many_edits_of_one_run(ranks, names, how):
-    exact_or_error(ranks(2).run(edited_twice, names, how, "bare", limit=20))
+    exact_or_error(ranks(2).run(edited_twice, names, how, "bare", limit=LIMIT))
 
 
 def edited_on_one_rank(name: str, how: str, wrap: str) -> Outcome:
@@ -279,7 +282,7 @@ def edited_on_one_rank(name: str, how: str, wrap: str) -> Outcome:
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 @pytest.mark.parametrize("name", ["new_head", "appended_layer", "frozen", "in_float32", "resized_embedding"])
 def test_an_edit_on_one_rank_alone_is_an_error_on_both(ranks, name, wrap, how):
-    exact_or_error(ranks(2).run(edited_on_one_rank, name, how, wrap, limit=20), only="error")
+    exact_or_error(ranks(2).run(edited_on_one_rank, name, how, wrap, limit=LIMIT), only="error")
 
 
 # -- frozen at first, and whoever joins later ---------------------------------------------------------------------
@@ -377,7 +380,7 @@ def joining(name: str, how: str, wrap: str, steps: int) -> Outcome:
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 @pytest.mark.parametrize("name", JOINING)
 def test_who_joins_later_is_trained(ranks, name, wrap, how, steps):
-    exact_or_error(ranks(2).run(joining, name, how, wrap, steps, limit=20))
+    exact_or_error(ranks(2).run(joining, name, how, wrap, steps, limit=LIMIT))
 
 
 @pytest.mark.parametrize("name", JOINING)
@@ -453,7 +456,7 @@ def shared(name: str, how: str, wrap: str, steps: int) -> Outcome:
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 @pytest.mark.parametrize("name", SHARED)
 def test_models_that_share_an_encoder_together_and_alone(ranks, name, wrap, how, steps):
-    exact_or_error(ranks(2).run(shared, name, how, wrap, steps, limit=20))
+    exact_or_error(ranks(2).run(shared, name, how, wrap, steps, limit=LIMIT))
 
 
 # -- what the optimizers step and no model has --------------------------------------------------------------------
@@ -528,7 +531,7 @@ def outside(name: str, how: str, wrap: str, steps: int) -> Outcome:
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_what_the_optimizers_step_and_no_model_has(ranks, name, wrap, how, steps):
-    exact_or_error(ranks(2).run(outside, name, how, wrap, steps, limit=20), says="parameter|optimizer")
+    exact_or_error(ranks(2).run(outside, name, how, wrap, steps, limit=LIMIT), says="parameter|optimizer")
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -550,7 +553,7 @@ def left_out(wrap: str, steps: int) -> Outcome:
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 def test_a_model_that_model_leaves_out(ranks, wrap, steps):
-    exact_or_error(ranks(2).run(left_out, wrap, steps, limit=20))
+    exact_or_error(ranks(2).run(left_out, wrap, steps, limit=LIMIT))
     exact_or_error([left_out("bare", steps)])
 
 
@@ -634,7 +637,7 @@ def edited_in_the_middle(name: str, how: str, wrap: str, at: int) -> Outcome:
 def test_an_edit_in_the_middle_of_a_window(ranks, name, wrap, how, at):
     says = "window|middle" if how == "accumulating" else ""
     only = "error" if how == "accumulating" else ""
-    exact_or_error(ranks(2).run(edited_in_the_middle, name, how, wrap, at, limit=20), says=says, only=only)
+    exact_or_error(ranks(2).run(edited_in_the_middle, name, how, wrap, at, limit=LIMIT), says=says, only=only)
 
 
 def toggled_between_calls(how: str, wrap: str, steps: int) -> Outcome:
@@ -653,7 +656,7 @@ def toggled_between_calls(how: str, wrap: str, steps: int) -> Outcome:
 @pytest.mark.parametrize("how", ["accumulating", "sync_every"])
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 def test_what_no_call_sees_is_no_change(ranks, wrap, how, steps):
-    exact_or_error(ranks(2).run(toggled_between_calls, how, wrap, steps, limit=20), only="exact")
+    exact_or_error(ranks(2).run(toggled_between_calls, how, wrap, steps, limit=LIMIT), only="exact")
 
 
 def gan(wrap: str, toggles: str, steps: int) -> Outcome:
@@ -679,7 +682,7 @@ def gan(wrap: str, toggles: str, steps: int) -> Outcome:
                 if toggles == "both":
                     mine.requires_grad_(True)
                     other.requires_grad_(False)
-                elif turn == 1:
+                elif toggles == "d off and on" and turn == 1:
                     d.requires_grad_(False)
                 loss = (d_loss, g_loss)[turn]
                 if ours:
@@ -709,7 +712,7 @@ def gan(wrap: str, toggles: str, steps: int) -> Outcome:
 @pytest.mark.parametrize("toggles", ["none", "both", "d off and on"])
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 def test_a_gan_that_toggles_requires_grad_between_calls(ranks, wrap, toggles, steps, size):
-    """It works today, and must keep working."""
+    """What every GAN loop does: no change of participants, bare or on DDP."""
     exact_or_error(outcomes(ranks, size, gan, wrap, toggles, steps), only="exact")
 
 
@@ -748,7 +751,7 @@ def after_an_edit(name: str, wrap: str, what: str) -> Outcome:
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 @pytest.mark.parametrize("name", ["new_head", "appended_layer", "assigned", "frozen_and_back", "weight_norm"])
 def test_reset_and_exceptions_know_the_parameters_of_now(ranks, name, wrap, what):
-    exact_or_error(ranks(2).run(after_an_edit, name, wrap, what, limit=20))
+    exact_or_error(ranks(2).run(after_an_edit, name, wrap, what, limit=LIMIT))
 
 
 def reset_on_one(name: str, what: str) -> Outcome:
@@ -785,7 +788,7 @@ def saved_after_an_edit(name: str, wrap: str) -> Outcome:
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 @pytest.mark.parametrize("name", ["new_head", "appended_layer", "assigned", "frozen_and_back", "weight_norm", "adapter"])
 def test_the_state_knows_the_parameters_of_now(ranks, name, wrap):
-    exact_or_error(ranks(2).run(saved_after_an_edit, name, wrap, limit=20))
+    exact_or_error(ranks(2).run(saved_after_an_edit, name, wrap, limit=LIMIT))
 
 
 @pytest.mark.parametrize("name", ["new_head", "appended_layer", "assigned", "frozen_and_back", "adapter"])
@@ -815,5 +818,5 @@ def goes_on_after_the_error(wrap: str) -> list[str]:
 
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 def test_after_the_error_what_it_advises_helps(ranks, wrap):
-    said = ranks(2).run(goes_on_after_the_error, wrap, limit=20)
+    said = ranks(2).run(goes_on_after_the_error, wrap, limit=LIMIT)
     assert bool(said[0]) == bool(said[1]), said
