@@ -52,7 +52,7 @@ def interrupted(wrap: str, held: int, whose: str, when: str) -> str:
             two.drawn = one.drawn
         two.model.load_state_dict(weights)
         two._step.load_state_dict(state)
-        if whose != "its own":
+        if held and whose != "its own":
             two.micro()  # it is held: who may go on waits for nobody
             two._step.reset()
             return said
