@@ -1,0 +1,262 @@
+"""Process groups that come, end and come again, and models of one step on groups of their own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradsync
+from gradsync import GradSyncError, LossSum, accumulating
+from tests.changes.rule import LIMIT, Net, NotExact, Outcome, Run, compare, exact_or_error, layer, sum_of_models, told
+from tests.ranks import GROUP_TIMEOUT
+from tests.reference import micro_batch, small_model
+
+HOWS = ["accumulating", "accumulating anew", "sync_every", "sync_every anew"]
+
+
+def begin_group(store: str, rank: int, size: int) -> None:
+    """A group that ends within the test's limit, whatever waits in it."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
+
+
+@pytest.fixture
+def stores(tmp_path):
+    """Names of files that groups may meet at."""
+    return [str(tmp_path / str(number)) for number in range(4)]
+
+
+# -- a group that comes after the first window, or again ----------------------------------------------------------
+
+
+def alone_first(stores: list[str], how: str, wrap: str, steps: int) -> Outcome:
+    """A first window without any process group, on rank 0's data everywhere; then there is a group."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def story(run: Run) -> None:
+        dist.destroy_process_group()
+        run.train(1)  # `my_rank()` is 0 and `world_size()` is 1 here
+        begin_group(stores.pop(0), rank, size)
+        run.rewrap()
+        run.train(3)
+
+    return told(story, how, wrap, steps)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("wrap", ["bare", "ddp"])
+def test_a_model_used_before_there_was_a_group(ranks, stores, wrap, how, steps):
+    only = "exact" if how != "sync_every" else ""  # an iterator that began without a group may refuse
+    exact_or_error(ranks(2).run(alone_first, stores, how, wrap, steps, limit=LIMIT), only=only)
+
+
+def a_second_group(stores: list[str], how: str, wrap: str, steps: int, rewrapped: bool) -> Outcome:
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def story(run: Run) -> None:
+        for _ in range(2):
+            run.train(2)
+            if wrap == "ddp" and rewrapped:
+                run.rewrap()  # before the group ends, whose DDP it was
+            run.end()
+            dist.destroy_process_group()
+            begin_group(stores.pop(0), rank, size)
+        run.train(2)
+
+    return told(story, how, wrap, steps)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(("wrap", "anew"), [("bare", False), ("ddp", False), ("ddp", True)])
+def test_the_same_model_in_a_second_group(ranks, stores, wrap, anew, how, steps):
+    """An engine of gradsync's is made anew; a DDP of the user's on a group that has ended is an error."""
+    only = "error" if wrap == "ddp" and not anew else "exact"
+    exact_or_error(ranks(2).run(a_second_group, stores, how, wrap, steps, anew, limit=LIMIT), only=only)
+
+
+def with_process_group(ports: list[int], how: str) -> Outcome:
+    """The same through `gradsync.process_group`, as a notebook or a sweep does; alone in between."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    left = iter(ports)
+
+    def story(run: Run) -> None:
+        dist.destroy_process_group()
+        for _ in range(2):
+            os.environ["MASTER_PORT"] = str(next(left))
+            with gradsync.process_group(timeout=GROUP_TIMEOUT):
+                run.train(2)
+                run.end()
+        os.environ["MASTER_PORT"] = str(next(left))
+        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
+        run.train(1)
+
+    try:
+        return told(story, how, "bare", 2)
+    finally:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_model_in_two_process_groups_one_after_the_other(ranks, how):
+    exact_or_error(ranks(2).run(with_process_group, free_ports(6), how, limit=LIMIT), only="exact")
+
+
+# -- groups of one step -------------------------------------------------------------------------------------------
+
+
+def group_of(kind: str, rank: int):
+    """The group of the second model: as large as the first one's, another object, perhaps other ranks."""
+    if kind == "the same ranks":
+        return dist.new_group([0, 1])
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    return pairs[rank // 2], pairs[2 + rank % 2]
+
+
+def two_groups(kind: str, how: str, counts: str, lengths: list[int]) -> Outcome:
+    """One step with two models, each averaged over its own group; with sums, each over its own group's counts."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if kind == "the same ranks":
+        groups, members = (dist.group.WORLD, group_of(kind, rank)), ([0, 1], [0, 1])
+    else:
+        groups = group_of(kind, rank)
+        members = ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
+    models, twins = (small_model(), layer(3, 2)), (small_model(), layer(3, 2))
+    homes = [DDP(model, process_group=group) for model, group in zip(models, groups)]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+
+    def data(r: int, i: int) -> torch.Tensor:
+        return micro_batch(r, i, rows=2 + r + i if counts == "sums" else 4)
+
+    def by_hand() -> list[dict]:
+        trace, longest = [], max(lengths)
+        for start in range(0, longest, 2):
+            for model, group in zip(twins, members):
+                items = [data(r, i) for r in group for i in range(start, min(start + 2, lengths[r]))]
+                if not items:
+                    continue
+                total = sum(model(x).square().sum() for x in items)
+                weight = sum(model(x).numel() for x in items) if counts == "sums" else len(items)
+                grads = torch.autograd.grad(total / weight, list(model.parameters()))
+                with torch.no_grad():
+                    for p, g in zip(model.parameters(), grads):
+                        p -= 0.1 * g
+            trace.append(snapshot(twins))
+        return trace
+
+    def snapshot(both) -> dict:
+        return {f"{k}.{n}": p.detach().clone() for k, m in enumerate(both) for n, p in m.named_parameters()}
+
+    def loss(one, two, x):
+        a, b = one(x), two(x)
+        total = a.square().sum() + b.square().sum()
+        return LossSum(total, a.numel()) if counts == "sums" else total
+
+    seen = []
+    items = [data(rank, i) for i in range(lengths[rank])]
+    even = len(set(lengths)) == 1
+    try:
+        if how == "accumulating":
+            step = accumulating(steps=2)(lambda one, two, optimizer, x: loss(one, two, x))
+            for i, x in enumerate(items if even else step.over(items)):
+                step(*homes, optimizer, x)
+                if i % 2:
+                    seen.append(snapshot(models))
+            step.flush()
+        else:
+            for micro, x in gradsync.sync_every(homes, 2, items):
+                value = loss(*homes, x)
+                micro.backward(value.loss, count=value.count) if counts == "sums" else micro.backward(value)
+                if micro.last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen.append(snapshot(models))
+        if even:
+            compare(seen, by_hand())
+        else:
+            compare([snapshot(models)], by_hand()[-1:])
+    except GradSyncError as error:
+        return Outcome("error", str(error))
+    except NotExact as parted:
+        return Outcome("off", str(parted))
+    except Exception:  # noqa: BLE001
+        return Outcome("foreign", traceback.format_exc(limit=-3))
+    assert size == 2 or kind != "the same ranks"
+    return Outcome("exact")
+
+
+@pytest.mark.parametrize("lengths", [[4, 4, 4, 4], [4, 2, 4, 4]])
+@pytest.mark.parametrize("counts", ["means", "sums"])
+@pytest.mark.parametrize("how", ["accumulating", "sync_every"])
+@pytest.mark.parametrize("kind", ["the same ranks", "other ranks"])
+def test_two_ddps_of_one_step_on_groups_of_one_size(ranks, kind, how, counts, lengths):
+    size = 2 if kind == "the same ranks" else 4
+    exact_or_error(ranks(size).run(two_groups, kind, how, counts, lengths[:size], limit=LIMIT))
+
+
+# -- sync_gradients of a bare model -------------------------------------------------------------------------------
+
+
+def accumulated_alone(how: str) -> Outcome:
+    """Backwards by hand on a model that nobody has put on an engine, then one call."""
+    rank = dist.get_rank()
+    run, twin = Net(), Net()
+    for _ in range(2):
+        if how == "after a window":
+            step = accumulating(steps=1)(lambda model, optimizer, x: sum_of_models(model, x))
+            step(run, torch.optim.SGD(run.parameters(), lr=0.0), micro_batch(rank, 0))
+        for i in range(3):
+            sum_of_models(run, micro_batch(rank, i)).backward()
+        gradsync.sync_gradients(run)
+        total = sum(sum_of_models(twin, micro_batch(r, i)) for r in range(2) for i in range(3)) / 2
+        expected = torch.autograd.grad(total, list(twin.parameters()))
+        for (name, p), g in zip(run.named_parameters(), expected):
+            if p.grad is None or (p.grad - g).abs().max() > 1e-12:
+                return Outcome("off", f"{name}: {None if p.grad is None else (p.grad - g).abs().max()}")
+        run.zero_grad()
+        run.head = layer(5, 3)  # and once more, edited
+        twin.head = layer(5, 3)
+    return Outcome("exact")
+
+
+@pytest.mark.parametrize("how", ["never seen", "after a window"])
+def test_sync_gradients_of_a_bare_model(ranks, how):
+    exact_or_error(ranks(2).run(accumulated_alone, how, limit=LIMIT), only="exact")
+
+
+def some_without() -> Outcome:
+    """One rank has no gradient at all, and a parameter that nobody used stays None."""
+    rank = dist.get_rank()
+    model, twin = small_model(unused=True), small_model(unused=True)
+    if rank == 0:
+        sum_of_models(model, micro_batch(0, 0)).backward()
+    gradsync.sync_gradients(model)
+    (sum_of_models(twin, micro_batch(0, 0)) / 2).backward()
+    for (name, p), q in zip(model.named_parameters(), twin.parameters()):
+        if (p.grad is None) != (q.grad is None):
+            return Outcome("off", f"{name}: {p.grad} where {q.grad} belongs")
+        if q.grad is not None and (p.grad - q.grad).abs().max() > 1e-12:
+            return Outcome("off", name)
+    return Outcome("exact")
+
+
+def test_sync_gradients_of_a_bare_model_with_unused_parameters_and_an_idle_rank(ranks):
+    exact_or_error(ranks(2).run(some_without, limit=LIMIT))
