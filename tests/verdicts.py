@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradsync import GradSyncError
 from tests.reference import Recorder, assert_equal_updates, micro_batch
 
-LIMIT = 20.0  # seconds a case may take: an error on every rank is agreed on, not waited for
+LIMIT = 45.0  # seconds a case may take, the start of its ranks on a busy machine included
 ERRORS = (GradSyncError, TypeError, ValueError)
 
 ENGINES = ("bare", "ddp", "find_unused", "fsdp2")

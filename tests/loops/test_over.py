@@ -161,7 +161,7 @@ def test_a_zip_of_two_overs(ranks, engine, size, num, calls):
 
     The contract is silent on which. Exact would be: windows count the calls.
     """
-    outcome = ranks(size).outcomes(zipped, engine, num, calls, limit=20)
+    outcome = ranks(size).outcomes(zipped, engine, num, calls, limit=45)
     assert all(ok for ok, _ in outcome), outcome
     exact_or_refused([said for _, (said, _) in outcome])
     exact([after for _, (_, after) in outcome])
@@ -271,7 +271,7 @@ def test_a_loop_that_is_left_early(ranks, engine, size, how, at):
 
     A window that has just closed is no reason for a word; neither is an error, which says enough by itself.
     """
-    said = ranks(size).run(left, engine, how, at, limit=20)
+    said = ranks(size).run(left, engine, how, at, limit=45)
     for texts, files, index, after in said:
         assert index == (at + 1) % 3
         exact([after])

@@ -231,7 +231,7 @@ def one_leaves(engine: str):
 
 def test_a_rank_that_left_its_loop(ranks):
     """The other waits inside `.over`, so "use .over" helps nobody: who is missing, and that it may have left."""
-    said = [value for _, value in ranks(2).outcomes(one_leaves, "ddp", limit=25)]
+    said = [value for _, value in ranks(2).outcomes(one_leaves, "ddp", limit=45)]
     ranks(2).stop()  # the group is left in pieces
     assert said[1] == "left", said
     says(said[0], "rank 1", "left|break|ended its loop", "flush|every rank")
