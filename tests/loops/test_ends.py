@@ -1,0 +1,140 @@
+"""Windows that are left open when a program, a function or a model ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import gradsync
+from tests.reference import mean_loss, micro_batch, small_model
+
+BEGIN = """
+import torch, gradsync
+
+@gradsync.accumulating(steps=4)
+def train_step(model, optimizer, x):
+    return model(x).mean()
+
+def main():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+PROGRAMS = {
+    "main ends": "    train_step(model, optimizer, torch.ones(1, 2))\nmain()",
+    "main breaks": """
+    for x in train_step.over(torch.ones(6, 1, 2)):
+        train_step(model, optimizer, x)
+        break
+main()""",
+    "everything is global": """    return model, optimizer
+model, optimizer = main()
+train_step(model, optimizer, torch.ones(1, 2))""",
+    "an error between calls": "    train_step(model, optimizer, torch.ones(1, 2))\n    raise KeyError('the reason')\nmain()",
+    "an error inside": """
+    train_step(model, optimizer, torch.ones(1, 2))
+    train_step(model, optimizer, torch.ones(1, 3))
+main()""",
+    "an error in the loop": """
+    for x in train_step.over(torch.ones(6, 1, 2)):
+        train_step(model, optimizer, x)
+        raise KeyError('the reason')
+main()""",
+    "nothing is open": """
+    for x in train_step.over(torch.ones(6, 1, 2)):
+        train_step(model, optimizer, x)
+main()""",
+}
+
+
+def ended(program: str, path) -> str:
+    file = path / (program.replace(" ", "_") + ".py")
+    file.write_text(textwrap.dedent(BEGIN) + PROGRAMS[program])
+    root = os.path.dirname(os.path.dirname(gradsync.__file__))
+    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, str(file)], capture_output=True, text=True, env=env, timeout=50).stderr
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """What each program says on stderr; they run two at a time."""
+    path = tmp_path_factory.mktemp("programs")
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(PROGRAMS, pool.map(lambda one: ended(one, path), PROGRAMS), strict=True))
+
+
+@pytest.mark.parametrize("program", ["main ends", "main breaks", "everything is global"])
+def test_a_window_left_open_is_said_once(words, program):
+    """The model dies before its function, the other way round, or the loop is left: one warning, from the user's file."""
+    text = words[program]
+    assert text.count("RuntimeWarning") == 1, text
+    assert "train_step" in text and "flush" in text, text
+    assert ".over" in text or "reset" in text, text
+    assert "weakref.py" not in text, text
+
+
+@pytest.mark.parametrize("program", ["an error between calls", "an error inside", "an error in the loop"])
+def test_no_word_after_an_error(words, program):
+    """The traceback is the news."""
+    assert "Traceback" in words[program]
+    assert "RuntimeWarning" not in words[program], words[program]
+
+
+def test_no_word_where_nothing_is_open(words):
+    assert words["nothing is open"] == ""
+
+
+@pytest.mark.parametrize("calls", [1, 4])
+def test_the_model_dies_before_its_function(calls):
+    """At once, not at the end of the program; the function lives on."""
+
+    @gradsync.accumulating(steps=4)
+    def train_step(model, optimizer, x):
+        return mean_loss(model, x)
+
+    def main():
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(calls):
+            train_step(model, optimizer, micro_batch(0, i))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        main()
+        gc.collect()
+        said = [str(one.message) for one in caught]
+    if calls == 4:
+        assert not said
+    else:
+        assert len(said) == 1, said
+        assert all(word in said[0] for word in ("train_step", "over", "flush")), said
+        assert "weakref.py" not in caught[0].filename
+
+
+def test_the_function_dies_before_its_model():
+    """A function defined in each epoch."""
+    model = nn.Linear(3, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def epoch():
+        @gradsync.accumulating(steps=4)
+        def train_step(model, optimizer, x):
+            return model(x).mean()
+
+        train_step(model, optimizer, micro_batch(0, 0))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        epoch()
+        gc.collect()
+    said = [str(one.message) for one in caught]
+    assert len(said) == 1 and "flush" in said[0], said
+    assert "weakref.py" not in caught[0].filename

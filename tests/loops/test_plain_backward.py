@@ -1,0 +1,284 @@
+"""`sync_every` in loops whose backward is the user's: what accumulates into parameters counts, and nothing else."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradsync
+from gradsync import sync_every
+from tests.reference import cut, mean_loss, micro_batch, small_model, train, window_mean
+from tests.verdicts import (
+    ENGINES, NOT_SHARDED, FullRecorder, compare, exact, items_of_rank, on_engine, refused, verdict, verdicts,
+)  # fmt: skip
+
+HOMES = [*((one, 2) for one in ENGINES), ("bare", 1), ("ddp", 1), ("bare", 3)]
+
+
+def penalty(model, x, create_graph: bool = False):
+    """The mean loss, and the squared norm of its gradient at the input and at the parameters."""
+    x = x.detach().clone().requires_grad_()
+    loss = mean_loss(model, x)
+    inside = [x, *model.parameters()]
+    grads = torch.autograd.grad(loss, inside, create_graph=create_graph, retain_graph=True, allow_unused=True)
+    squares = sum(grad.square().sum() for grad in grads if grad is not None)
+    return loss + 0.1 * squares if create_graph else loss
+
+
+class Body:
+    """What a turn of the loop runs before, and beside, its backward."""
+
+    def __init__(self, kind: str, home: nn.Module) -> None:
+        self.kind, self.home, self.other = kind, home, small_model()
+
+    def loss(self, x):
+        if self.kind == "another model's backward":
+            self.other(x).sum().backward()
+        if self.kind == "a loss through another model":
+            return mean_loss(self.home, x) + 0.0 * self.other(x).sum()
+        if self.kind in {"autograd.grad", "a gradient penalty"}:
+            return penalty(self.home, x, create_graph=self.kind == "a gradient penalty")
+        return mean_loss(self.home, x)
+
+    def after(self, x):
+        if self.kind == "another model's backward":
+            self.other(x).square().sum().backward()
+        if self.kind == "autograd.grad":
+            penalty(self.home, x)
+
+
+BODIES = ["plain", "autograd.grad", "a gradient penalty", "another model's backward", "a loss through another model"]
+
+
+def plain(engine: str, kind: str, unused: bool):
+    size = dist.get_world_size()
+    home = on_engine(small_model(unused=unused), engine)
+    optimizer = FullRecorder(home.parameters())
+    body = Body(kind, home)
+
+    def run():
+        for step, x in sync_every(home, 3, items_of_rank([6] * size)):
+            (body.loss(x) / step.size).backward()
+            body.after(x)
+            if step.last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def whole(model, window):
+            graph = kind == "a gradient penalty"
+            return sum(penalty(model, micro_batch(r, i), create_graph=graph) for r, i in window) / len(window)
+
+        compare(optimizer.seen, train(small_model(unused=unused), cut([6] * size, 3), whole)[0])
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.parametrize(("engine", "size"), HOMES)
+def test_a_plain_backward(ranks, engine, size, kind):
+    """The loop that somebody has already: sums over the window, averaged over ranks, divided by the user."""
+    if engine == "fsdp2" and kind in {"autograd.grad", "a gradient penalty"}:
+        pytest.skip("the gradients of sharded parameters are not for torch.autograd.grad")
+    unused = engine in {"bare", "find_unused"}
+    exact(verdicts(ranks(size), plain, engine, kind, unused))
+
+
+def by_step(engine: str, kind: str):
+    size = dist.get_world_size()
+    home = on_engine(small_model(), engine)
+    optimizer = FullRecorder(home.parameters())
+    body = Body(kind, home)
+
+    def run():
+        for step, x in sync_every(home, 3, items_of_rank([5, 2, 4][:size])):
+            step.backward(body.loss(x))
+            body.after(x)
+            if step.last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def whole(model, window):
+            graph = kind == "a gradient penalty"
+            return sum(penalty(model, micro_batch(r, i), create_graph=graph) for r, i in window) / len(window)
+
+        compare(optimizer.seen, train(small_model(), cut([5, 2, 4][:size], 3), whole)[0])
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize("kind", BODIES[1:])
+@pytest.mark.parametrize(("engine", "size"), [*((one, 2) for one in NOT_SHARDED), ("bare", 1), ("bare", 3)])
+def test_the_same_bodies_with_step_backward(ranks, engine, size, kind):
+    """Uneven ranks too: what else the body differentiates has no part in the window."""
+    exact(verdicts(ranks(size), by_step, engine, kind))
+
+
+def second_on_boundary(engine: str):
+    home = on_engine(small_model(), engine)
+
+    def run():
+        for step, x in sync_every(home, 2, items_of_rank([4] * dist.get_world_size())):
+            mean_loss(home, x).backward()
+            if step.last:
+                mean_loss(home, x).backward()
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize(("engine", "size"), HOMES)
+def test_a_second_plain_backward_on_the_boundary(ranks, engine, size):
+    """The first one has synchronised: what the second adds would stay local."""
+    refused(verdicts(ranks(size), second_on_boundary, engine), "second|one backward|twice", "add|sum|once")
+
+
+def stepping(engine: str, how: str):
+    home = on_engine(small_model(), engine)
+    optimizer = FullRecorder(home.parameters())
+
+    def run():
+        for step, x in sync_every(home, 2, items_of_rank([4] * dist.get_world_size())):
+            loss = mean_loss(home, x)
+            step.backward(loss) if how == "step.backward" else loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize("how", ["step.backward", "plain"])
+@pytest.mark.parametrize(("engine", "size"), HOMES)
+def test_an_update_on_a_held_micro_step(ranks, engine, size, how):
+    """`if step.last:` was forgotten: on FSDP the step would do nothing, elsewhere the replicas would part."""
+    refused(verdicts(ranks(size), stepping, engine, how), "step", "last")
+
+
+def stepping_another(engine: str):
+    """A model outside of the loop is stepped as its user likes."""
+    home, other = on_engine(small_model(), engine), small_model()
+    optimizer, its = FullRecorder(home.parameters()), torch.optim.SGD(other.parameters(), lr=0.1)
+    size = dist.get_world_size()
+
+    def run():
+        for step, x in sync_every(home, 2, items_of_rank([4] * size)):
+            other(x).square().sum().backward()
+            its.step()
+            its.zero_grad()
+            step.backward(mean_loss(home, x))
+            if step.last:
+                optimizer.step()
+                optimizer.zero_grad()
+        compare(optimizer.seen, train(small_model(), cut([4] * size, 2), window_mean)[0])
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize(("engine", "size"), HOMES)
+def test_an_update_of_another_model_on_a_held_micro_step(ranks, engine, size):
+    exact(verdicts(ranks(size), stepping_another, engine))
+
+
+# -- run= -----------------------------------------------------------------------------------------------------------
+
+
+def runner(how: str, home: nn.Module):
+    """What runs the backward, and what the body calls as its model."""
+    if how == "accelerate":
+        from accelerate import Accelerator
+
+        names = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29511}
+        before = dict(os.environ)
+        os.environ.update({name: str(value) for name, value in names.items()})
+        try:
+            accelerator = Accelerator(cpu=True)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        return accelerator.backward, home
+    if how == "fabric":
+        from lightning_fabric import Fabric
+
+        fabric = Fabric(accelerator="cpu", devices=1)
+        return fabric.backward, fabric.setup(home)
+    if how == "a function":
+        return (lambda loss: loss.backward()), home
+    if how == "twice the loss":
+        return (lambda loss: (2 * loss).backward()), home
+    return torch.Tensor.backward, home
+
+
+def run_by(engine: str, how: str, counted: bool):
+    size = dist.get_world_size()
+    lengths = [5, 2, 4][:size]
+    home = on_engine(small_model(), engine)
+    backward, model = runner(how, home)
+    optimizer = FullRecorder(home.parameters())
+    factor = 2 if how == "twice the loss" else 1
+
+    def run():
+        for step, x in sync_every(home, 3, items_of_rank(lengths)):
+            loss = mean_loss(model, x)
+            step.backward(loss * 4, count=4, run=backward) if counted else step.backward(loss, run=backward)
+            if step.last:
+                optimizer.step()
+                optimizer.zero_grad()
+        whole = lambda model, window: factor * window_mean(model, window)  # noqa: E731
+        compare(optimizer.seen, train(small_model(), cut(lengths, 3), whole)[0])
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["means", "counts"])
+@pytest.mark.parametrize(
+    ("how", "engine", "size"),
+    [
+        *(("a function", engine, size) for engine, size in HOMES),
+        ("Tensor.backward", "bare", 2),
+        ("twice the loss", "bare", 2),
+        *((how, engine, 2) for how in ("accelerate", "fabric") for engine in ("bare", "ddp")),
+        ("accelerate", "bare", 1),
+        ("fabric", "bare", 1),
+    ],
+)
+def test_who_runs_the_backward(ranks, how, engine, size, counted):
+    """`run=` is given the scaled loss, and the window is as exact as with the library's own backward."""
+    exact(verdicts(ranks(size), run_by, engine, how, counted))
+
+
+def run_nothing(engine: str):
+    home = on_engine(small_model(), engine)
+
+    def run():
+        for step, x in sync_every(home, 2, items_of_rank([4] * dist.get_world_size())):
+            step.backward(mean_loss(home, x), run=lambda loss: None)
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize(("engine", "size"), [("bare", 1), ("bare", 2), ("ddp", 2)])
+def test_a_run_that_runs_no_backward(ranks, engine, size):
+    refused(verdicts(ranks(size), run_nothing, engine), "run", "backward")
+
+
+# -- no_sync --------------------------------------------------------------------------------------------------------
+
+
+def no_sync_bare():
+    model = small_model()
+
+    def run():
+        with gradsync.no_sync(model):
+            mean_loss(model, micro_batch(dist.get_rank(), 0)).backward()
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_sync_on_a_bare_model(ranks, size):
+    """Nothing would ever synchronise what it holds: an error on several ranks, nothing to do on one."""
+    said = verdicts(ranks(size), no_sync_bare)
+    exact(said) if size == 1 else refused(said, "ddp", "no_sync")

@@ -1,0 +1,86 @@
+"""`progress.count` and `progress.global_loss`: what this rank's losses were sums over, and the mean over all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradsync
+from gradsync import LossSum
+from tests.reference import cut, mean_loss, micro_batch, small_model, sum_loss, train
+from tests.verdicts import ENGINES, FullRecorder, exact, items_of_rank, on_engine, verdict, verdicts
+
+HOMES = [*((one, 2) for one in ENGINES), ("bare", 1), ("bare", 3)]
+LENGTHS = {1: [5], 2: [5, 3], 3: [5, 2, 4]}
+CLOSE = {"rel": 1e-12, "abs": 1e-14}
+
+
+def closing(engine: str, how: str, sums: bool):
+    """At each update: what progress says, against the same in float64 by hand."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lengths = [4] * size if how == "calls" else LENGTHS[size]
+    count = lambda r, i: 1 + (2 * r + i) % 5  # noqa: E731
+    home = on_engine(small_model(), engine)
+    optimizer = FullRecorder(home.parameters(), lr=0.1)
+    said = []
+
+    @gradsync.accumulating(steps=2, model=home, optimizer=optimizer, on_update=lambda progress: said.append(progress))
+    def step(i, x):
+        return LossSum(sum_loss(home, x), torch.tensor(count(rank, i))) if sums else mean_loss(home, x)
+
+    def run():
+        assert step.progress.global_loss is None, "nothing is closed yet"
+        data = list(enumerate(items_of_rank(lengths)))
+        for i, x in step.over(data) if how == "over" else data:
+            step(i, x)
+        losses = []
+
+        def whole(model, window):
+            each = [(sum_loss if sums else mean_loss)(model, micro_batch(r, i)) for r, i in window]
+            weights = [count(r, i) if sums else 1 for r, i in window]
+            losses.append((sum(each) / sum(weights)).item())
+            return sum(each) / sum(weights)
+
+        windows = cut(lengths, 2)
+        train(small_model(), windows, whole)
+        assert len(said) == len(windows), "on_update is called on every rank after each update"
+        for progress, loss, window in zip(said, losses, windows, strict=True):
+            if how == "over" or sums:
+                assert float(progress.global_loss) == pytest.approx(loss, **CLOSE)
+                assert not getattr(progress.global_loss, "requires_grad", False)
+            elif size > 1:
+                assert progress.global_loss is None, "no table travelled"
+            if sums:
+                assert float(progress.count) == sum(count(r, i) for r, i in window if r == rank)
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize("sums", [True, False], ids=["LossSum", "mean"])
+@pytest.mark.parametrize("how", ["over", "calls"])
+@pytest.mark.parametrize(("engine", "size"), HOMES)
+def test_what_progress_says_of_a_window(ranks, engine, size, how, sums):
+    """The count is this rank's, the loss is everybody's; a rank that has run out knows it too.
+
+    Where no table travels (means, and no `.over`) `global_loss` is None on several ranks. On one rank, where the
+    contract leaves it open, nothing is asked.
+    """
+    exact(verdicts(ranks(size), closing, engine, how, sums))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.int64])
+def test_counts_of_integers_are_exact(dtype):
+    """Integers stay integers: 2**53 + 3 is no float64."""
+    model = small_model()
+    optimizer = FullRecorder(model.parameters())
+    values = [2**53, 1, 1, 1]
+    step = gradsync.accumulating(steps=4)(
+        lambda model, optimizer, x, n: LossSum(
+            sum_loss(model, x), n if dtype is None else torch.tensor(n, dtype=dtype)
+        )
+    )
+    for i, n in enumerate(values):
+        step(model, optimizer, micro_batch(0, i), n)
+    assert int(step.progress.count) == 2**53 + 3
+    assert isinstance(step.progress.count, int) or not torch.as_tensor(step.progress.count).is_floating_point()
