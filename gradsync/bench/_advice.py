@@ -67,7 +67,7 @@ def enough(sync: float, micro_batch: float) -> int:
     if micro_batch <= 0:
         raise ValueError(f"A micro-batch must cost some time; it came as {micro_batch:g} s.")
     steps = max(1, floor(sync * (1 / TARGET - 1) / micro_batch))
-    while sync / (steps * micro_batch + sync) >= TARGET:
+    while share(steps * micro_batch + sync, steps * micro_batch) >= TARGET:
         steps += 1
     return steps
 
