@@ -106,8 +106,8 @@ def test_enough_is_the_first_window_length_that_is_long_enough() -> None:
 
 def test_noise_below_zero_is_no_share() -> None:
     """A synchronisation that seems to save time takes none."""
-    assert _advice.share(0.9, 1.0) == 0.0
-    assert _advice.share(4.0, 1.0) == 0.75
+    assert _advice.share(-0.1, 0.9) == 0.0
+    assert _advice.share(3.0, 4.0) == 0.75
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,9 @@ def num_link_bits(gradient_bytes: int, ranks: int) -> float:
     return 8 * gradient_bytes * 2 * (ranks - 1) / ranks
 
 
-def share(seconds: float, compute: float) -> float:
-    """Tell which part of a window's time is not computing; noise below zero is none."""
-    return max(0.0, 1 - compute / seconds)
+def share(sync: float, seconds: float) -> float:
+    """Tell which part of a window's seconds synchronisation takes; noise below zero is none."""
+    return max(0.0, sync) / seconds
 
 
 def enough(sync: float, micro_batch: float) -> int:
@@ -67,7 +67,7 @@ def enough(sync: float, micro_batch: float) -> int:
     if micro_batch <= 0:
         raise ValueError(f"A micro-batch must cost some time; it came as {micro_batch:g} s.")
     steps = max(1, floor(sync * (1 / TARGET - 1) / micro_batch))
-    while share(steps * micro_batch + sync, steps * micro_batch) >= TARGET:
+    while share(sync, steps * micro_batch + sync) >= TARGET:
         steps += 1
     return steps
 

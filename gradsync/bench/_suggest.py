@@ -89,12 +89,14 @@ def _share(row: Row, way: str, batch: int) -> Share:
         steps=row.steps,
         seconds=mine.median,
         compute=compute.median,
-        share=_advice.share(mine.median, compute.median),
+        share=_advice.share(mine.median - compute.median, mine.median),
         quartiles=(
-            _advice.share(mine.quartiles[0], compute.quartiles[1]),
-            _advice.share(mine.quartiles[1], compute.quartiles[0]),
+            _advice.share(mine.quartiles[0] - compute.quartiles[1], mine.quartiles[0]),
+            _advice.share(mine.quartiles[1] - compute.quartiles[0], mine.quartiles[1]),
         ),
-        baseline=_advice.share(baseline.median, compute.median) if baseline and row.steps > 1 else None,
+        baseline=_advice.share(baseline.median - compute.median, baseline.median)
+        if baseline and row.steps > 1
+        else None,
         effective_batch=row.steps * batch * row.ranks,
     )
 
@@ -110,7 +112,7 @@ def _enough(shares: Sequence[Share]) -> Longer | None:
     last = shares[-1]
     sync, micro_batch = last.seconds - last.compute, last.compute / last.steps
     steps = _advice.enough(sync, micro_batch)
-    share = _advice.share(steps * micro_batch + sync, steps * micro_batch)
+    share = _advice.share(sync, steps * micro_batch + sync)
     return Longer(steps, share, last.effective_batch // last.steps * steps, estimated=True)
 
 
