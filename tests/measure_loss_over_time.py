@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from gradsync.bench import _advice, _hosts
+from gradsync.bench._cli import ending_on_signals
 from gradsync.bench._remedies import REMEDIES
 
 ROOT = Path(__file__).parents[1]
@@ -247,7 +248,8 @@ def main():
     for name, keywords in lacking.items():
         if keywords:
             print(f"Left out: {TITLES[name]}; `gradsync.accumulating` has no {' and no '.join(keywords)} in this version.")
-    with tempfile.TemporaryDirectory() as folder:
+    # A kill, too, takes the hosts and the ranks down.
+    with ending_on_signals(), tempfile.TemporaryDirectory() as folder:
         found = start(args, sys.argv[1:], Path(folder))
     points = found["points"]
     loss = args.loss or max(min(value for _, _, value in line) for line in points.values())
