@@ -1,16 +1,45 @@
-"""`python -m gradsync bench`."""
+"""`python -m gradsync COMMAND`."""
 
+import importlib
+import importlib.util
 import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A program of the package."""
+
+    module: str
+    """Has a `main` that takes the arguments and returns the exit code; imported only if it is asked for."""
+    summary: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "bench": Command("gradsync.bench._cli", "what synchronising costs here, in every way to write the loop"),
+    "verify": Command("gradsync.verify", "the library's promises, tried on these machines"),
+}
 
 
 def main(arguments: list[str]) -> int:
     """Hand the arguments to the command that the first of them names."""
-    if arguments[:1] == ["bench"]:
-        from gradsync.bench._cli import main as bench
-
-        return bench(arguments[1:])
-    sys.stderr.write("usage: python -m gradsync bench [--help]\n")
-    return 0 if arguments in (["-h"], ["--help"]) else 2
+    commands = {name: it for name, it in COMMANDS.items() if importlib.util.find_spec(it.module) is not None}
+    lines = [f"  {name:<8}{command.summary}" for name, command in commands.items()]
+    usage = "\n".join(["usage: python -m gradsync COMMAND [--help]", "", *lines, ""])
+    if arguments[:1] in (["-h"], ["--help"]):
+        sys.stdout.write(usage)
+        return 0
+    if not arguments:
+        sys.stderr.write(usage)
+        return 2
+    if arguments[0] not in commands:
+        sys.stderr.write(
+            f"gradsync: A command is needed; {arguments[0]!r} came. There is {' and '.join(commands)}: "
+            "`python -m gradsync --help` tells what they do.\n"
+        )
+        return 2
+    code: int = importlib.import_module(commands[arguments[0]].module).main(arguments[1:])
+    return code
 
 
 if __name__ == "__main__":

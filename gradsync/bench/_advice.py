@@ -5,11 +5,11 @@ such as the optimizer's step. So its seconds are N c + s, and those of a micro-b
 
     c + s / N.
 
-The share of the window that synchronisation takes, of its part `sync` of s, is sync / (N c + s): it falls as N grows.
+Synchronisation takes what a window costs beyond computing alone. Its share of the window falls as N grows.
 """
 
 from collections.abc import Mapping
-from math import floor, fsum
+from math import ceil, floor, fsum
 from typing import NamedTuple
 
 TARGET = 0.10
@@ -43,7 +43,7 @@ def fit(seconds: Mapping[int, float]) -> Cost:
 
 
 def limit(*, compute: float, forward: float, link: float, steps: int) -> float:
-    """Tell the least that a window can take: it must compute, and send each gradient once.
+    """Tell the least that an exact window can take: it must compute, and send each gradient once and in full.
 
     Gradients are final only in the window's last backward, so no more than that backward can hide the sending. In
     seconds, `compute` is a window alone, `forward` one micro-batch's forward, `link` one synchronisation's bytes.
@@ -57,26 +57,21 @@ def num_link_bits(gradient_bytes: int, ranks: int) -> float:
     return 8 * gradient_bytes * 2 * (ranks - 1) / ranks
 
 
-class Advice(NamedTuple):
-    """How long a window should be."""
-
-    share: float
-    """Of a window, now."""
-    steps: int
-    """The fewest that bring the share under `TARGET`."""
-    share_then: float
+def share(sync: float, seconds: float) -> float:
+    """Tell which part of a window's seconds synchronisation takes; noise below zero is none."""
+    return max(0.0, sync) / seconds
 
 
-def advise(cost: Cost, sync: float, steps: int) -> Advice:
-    """Weigh windows of `steps`, in which synchronisation is `sync` of what a window costs once."""
-    if cost.micro_batch <= 0:
-        raise ValueError(f"A micro-batch must cost some time; it came as {cost.micro_batch:g} s.")
-    sync = max(0.0, sync)
+def enough(sync: float, micro_batch: float) -> int:
+    """Count the fewest micro-batches that bring the share under `TARGET`, if what each window and each cost stays."""
+    if micro_batch <= 0:
+        raise ValueError(f"A micro-batch must cost some time; it came as {micro_batch:g} s.")
+    steps = max(1, floor(sync * (1 / TARGET - 1) / micro_batch))
+    while share(sync, steps * micro_batch + sync) >= TARGET:
+        steps += 1
+    return steps
 
-    def share(steps: int) -> float:
-        return sync / (steps * cost.micro_batch + max(cost.window, sync))
 
-    enough = max(1, floor((sync / TARGET - max(cost.window, sync)) / cost.micro_batch))
-    while share(enough) >= TARGET:
-        enough += 1
-    return Advice(share(steps), enough, share(enough))
+def num_hiding(link: float, micro_batch: float, steps: int) -> int:
+    """Count the micro-batches, of `steps` at most, that compute for as long as the gradients travel."""
+    return min(steps, max(1, ceil(link / micro_batch)))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from gradsync.bench._models import SIZES
+from gradsync.bench._models import OPTIMIZERS, SIZES
 from gradsync.bench._ways import WAYS
 
 T = TypeVar("T")
@@ -28,6 +28,9 @@ def parser() -> argparse.ArgumentParser:
     batches = ", ".join(f"{model} {sizes['batch']}" for model, sizes in SIZES.items())
     what.add_argument(
         "--batch", type=_positive, metavar="INT", help=f"of one micro-batch; defaults: {batches}, factory 16"
+    )
+    what.add_argument(
+        "--optimizer", choices=sorted(OPTIMIZERS), help="default: sgd; a factory's own needs none of these"
     )
     what.add_argument(
         "--steps", type=_list(_positive), default=(4,), metavar="N,N,...", help="micro-batches in a window; default: 4"

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         parser().error(str(error))
     progress = Progress()
     try:
-        with _ending_on_signals():
+        with ending_on_signals():
             groups = _measure(options, places, progress)
     except BenchError as error:
         progress.close()
@@ -78,7 +78,7 @@ def _show(summary: Summary, json_file: str | None, picture: Path | None) -> None
 
 
 @contextmanager
-def _ending_on_signals() -> Iterator[None]:
+def ending_on_signals() -> Iterator[None]:
     """Let Ctrl-C, a kill or a closed terminal end this process like an exception; a second one changes nothing."""
     names = "SIGINT", "SIGTERM", "SIGHUP"
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]

@@ -11,9 +11,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from gradsync.bench import _advice
 from gradsync.bench._models import Workload, build
 from gradsync.bench._records import Options, Place, Sample
-from gradsync.bench._ways import WAYS, Loader, Task, Window
+from gradsync.bench._remedies import REMEDIES
+from gradsync.bench._task import Loader, Task, Window
+from gradsync.bench._ways import WAYS
 
 NUM_BATCHES = 4
 """Micro-batches made in advance: making them is not what is measured."""
@@ -26,7 +29,7 @@ VISIT_SECONDS = 0.25
 class Lane(NamedTuple):
     """Something that is timed, and how often a visit repeats it."""
 
-    run: Window
+    window: Window
     repeats: int
 
 
@@ -40,20 +43,33 @@ class Visit(NamedTuple):
 def measure(options: Options, place: Place, steps: int, device: torch.device, say: Callable[[str], None]) -> Sample:
     """Build every way with windows of `steps`, warm up, and go round until the rounds or the seconds are used up."""
     tasks = {name: _task(options, steps, device) for name in options.ways}
-    windows = {name: WAYS[name].build(task) for name, task in tasks.items()}
-    windows["forward"] = _forward(tasks["compute"])
-    windows["link"] = _link(tasks["compute"])
+    windows = {
+        "compute": WAYS["compute"].build(tasks["compute"]),
+        "forward": _forward(tasks["compute"]),
+        "link": _link(tasks["compute"]),
+    }
+    say("finding out how much to overlap")
+    micro_batch, link = (_typical(windows[name], device) for name in ("compute", "link"))
+    overlap = {
+        name: _advice.num_hiding(link * remedy.bytes_sent, micro_batch / steps, steps)
+        for name, remedy in REMEDIES.items()
+        if remedy.overlaps and name in tasks
+    }
+    for name, task in tasks.items():
+        if name not in windows:
+            windows[name] = WAYS[name].build(task._replace(overlap=overlap.get(name, 0)))
     lanes = {}
     visit_seconds = min(VISIT_SECONDS, options.seconds / len(options.steps) / options.rounds / len(windows))
-    for name, window in windows.items():
+    for name in (*tasks, "forward", "link"):
         say(f"warming up {name}")
-        lanes[name] = _warm_up(window, visit_seconds, device)
+        lanes[name] = _warm_up(windows[name], visit_seconds, device)
     visits = _rounds(lanes, options, place, device, say)
     return Sample(
         steps,
-        {name: [visit.seconds for visit in visits[name]] for name in lanes},
-        {name: median(visit.sent for visit in visits[name]) for name in options.ways if place.interface},
+        {name: [each.seconds for each in visits[name]] for name in lanes},
+        {name: median(each.sent for each in visits[name]) for name in options.ways if place.interface},
         [name for name in tasks if name != "compute" and _differs(tasks[name].workload.model)],
+        overlap,
     )
 
 
@@ -66,7 +82,7 @@ def _rounds(
     began = time.perf_counter()
     for done in range(1, options.rounds + 1):
         shuffle.shuffle(order)
-        mine = [number for name in order for number in _visit(lanes[name], device, place.interface)]
+        mine = [number for name in order for number in visit(lanes[name], device, place.interface)]
         # The slowest rank's times count. Its clock too, so that all ranks stop after the same round.
         *slowest, spent = _slowest([*mine, time.perf_counter() - began], device)
         for name, took, num_bytes in zip(order, slowest[::2], slowest[1::2], strict=True):
@@ -93,43 +109,52 @@ def num_bytes_sent(interface: str) -> int:
 
 
 def _task(options: Options, steps: int, device: torch.device) -> Task:
-    workload = build(options.model, options.factory, options.sizes, options.batch, device)
+    workload = build(options, device)
     torch.manual_seed(1 + dist.get_rank())
     return Task(workload, Loader([workload.make_batch() for _ in range(NUM_BATCHES)]), steps, device)
 
 
 def _forward(task: Task) -> Window:
-    def window() -> None:
-        task.workload.compute_loss(task.workload.model, task.loader.batches[0])
-
-    return window
+    return Window(lambda: task.workload.compute_loss(task.workload.model, task.loader.batches[0]))
 
 
 def _link(task: Task) -> Window:
     flat = torch.zeros(math.ceil(num_gradient_bytes(task.workload) / 4), device=task.device)
 
-    def window() -> None:
-        dist.all_reduce(flat)
+    return Window(lambda: dist.all_reduce(flat))
 
-    return window
+
+def _typical(window: Window, device: torch.device) -> float:
+    """Seconds of a window that nothing has warmed up; the same number on every rank."""
+    return median(_slowest([visit(Lane(window, 1), device, None).seconds], device)[0] for _ in range(4))
 
 
 def _warm_up(window: Window, visit_seconds: float, device: torch.device) -> Lane:
-    window()  # the first window fills DDP's first buckets, the next one rebuilds them
-    [seconds] = _slowest([_visit(Lane(window, 1), device, None).seconds], device)
+    visit(Lane(window, 1), device, None)  # the first window fills DDP's first buckets, the next one rebuilds them
+    [seconds] = _slowest([visit(Lane(window, 1), device, None).seconds], device)
     return Lane(window, min(20, math.ceil(visit_seconds / seconds)))
 
 
-def _visit(lane: Lane, device: torch.device, interface: str | None) -> Visit:
+def visit(lane: Lane, device: torch.device, interface: str | None) -> Visit:
+    """Time a lane's repetitions, on all ranks together.
+
+    Where gradients travel past the end of a window, those of a window before the clock starts land under it, and
+    those of the last one after it stops: as many land as leave. Nothing is under way when the next lane's turn comes.
+    """
     _slowest([0.0], device)  # as a barrier: ranks start together
+    if lane.window.settle is not None:
+        lane.window.run()
     before = num_bytes_sent(interface) if interface else 0
     began = time.perf_counter()
     for _ in range(lane.repeats):
-        lane.run()
+        lane.window.run()
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        # Only what the optimizer's step waited for: gradients that overlap travel on streams of their own.
+        torch.cuda.current_stream(device).synchronize()
     took = time.perf_counter() - began
     sent = num_bytes_sent(interface) - before if interface else 0
+    if lane.window.settle is not None:
+        lane.window.settle()
     return Visit(took / lane.repeats, sent / lane.repeats)
 
 

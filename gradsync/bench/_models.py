@@ -2,7 +2,8 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.bench._errors import BenchError
+from gradsync.bench._records import Options
 
 SIZES: Mapping[str, Mapping[str, int]] = {
     "mlp": {"batch": 128, "width": 2048, "depth": 2},
@@ -28,12 +30,24 @@ class Workload(NamedTuple):
     compute_loss: Callable[[Any, Any], Tensor]
 
 
-def build(model: str, factory: str | None, sizes: Mapping[str, int], batch: int, device: torch.device) -> Workload:
+Untrained = tuple[nn.Module, Callable[[], Any], Callable[[Any, Any], Tensor]]
+"""A workload that has no optimizer yet."""
+
+OPTIMIZERS: Mapping[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]] = {
+    # No state beside the weights: many ways are in memory together.
+    "sgd": partial(torch.optim.SGD, lr=0.01),
+    "adamw": partial(torch.optim.AdamW, lr=0.001),
+}
+"""The first is taken unless told."""
+
+
+def build(options: Options, device: torch.device) -> Workload:
     """Make a fresh workload; its weights are the same each time and on each rank."""
     torch.manual_seed(0)
-    if factory is not None:
-        return _own(factory, batch, device)
-    return _BUILDERS[model](device, batch, sizes)
+    if options.factory is not None:
+        return _own(options.factory, options.optimizer, options.batch, device)
+    model, make_batch, compute_loss = _BUILDERS[options.model](device, options.batch, options.sizes)
+    return Workload(model, _optimizer(options.optimizer, model), make_batch, compute_loss)
 
 
 def check(model: str, factory: str | None, sizes: Mapping[str, int]) -> None:
@@ -59,7 +73,7 @@ def check(model: str, factory: str | None, sizes: Mapping[str, int]) -> None:
         )
 
 
-def _mlp(device: torch.device, batch: int, sizes: Mapping[str, int]) -> Workload:
+def _mlp(device: torch.device, batch: int, sizes: Mapping[str, int]) -> Untrained:
     width, depth = sizes["width"], sizes["depth"]
     hidden = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
     model = nn.Sequential(*hidden, nn.Linear(width, 10)).to(device)
@@ -67,7 +81,7 @@ def _mlp(device: torch.device, batch: int, sizes: Mapping[str, int]) -> Workload
     def make_batch() -> tuple[Tensor, Tensor]:
         return torch.randn(batch, width, device=device), torch.randint(10, (batch,), device=device)
 
-    return Workload(model, _sgd(model), make_batch, _cross_entropy)
+    return model, make_batch, _cross_entropy
 
 
 class _Block(nn.Module):
@@ -100,7 +114,7 @@ class _GPT(nn.Module):
         return logits.transpose(1, 2)
 
 
-def _gpt(device: torch.device, batch: int, sizes: Mapping[str, int]) -> Workload:
+def _gpt(device: torch.device, batch: int, sizes: Mapping[str, int]) -> Untrained:
     vocab, length = sizes["vocab"], sizes["length"]
     model = _GPT(sizes).to(device)
 
@@ -108,10 +122,10 @@ def _gpt(device: torch.device, batch: int, sizes: Mapping[str, int]) -> Workload
         tokens = torch.randint(vocab, (batch, length + 1), device=device)
         return tokens[:, :-1], tokens[:, 1:]
 
-    return Workload(model, _sgd(model), make_batch, _cross_entropy)
+    return model, make_batch, _cross_entropy
 
 
-def _bert(device: torch.device, batch: int, sizes: Mapping[str, int]) -> Workload:
+def _bert(device: torch.device, batch: int, sizes: Mapping[str, int]) -> Untrained:
     vocab, length = sizes["vocab"], sizes["length"]
     transformers = importlib.import_module("transformers")
     config = transformers.BertConfig(
@@ -133,10 +147,14 @@ def _bert(device: torch.device, batch: int, sizes: Mapping[str, int]) -> Workloa
         loss: Tensor = model(**inputs).loss
         return loss
 
-    return Workload(model, _sgd(model), make_batch, compute_loss)
+    return model, make_batch, compute_loss
 
 
-_BUILDERS: Mapping[str, Callable[..., Workload]] = {"mlp": _mlp, "gpt": _gpt, "bert": _bert}
+_BUILDERS: Mapping[str, Callable[[torch.device, int, Mapping[str, int]], Untrained]] = {
+    "mlp": _mlp,
+    "gpt": _gpt,
+    "bert": _bert,
+}
 
 
 def _spec(module: str) -> ModuleSpec | None:
@@ -146,7 +164,7 @@ def _spec(module: str) -> ModuleSpec | None:
         return None
 
 
-def _own(factory: str, batch: int, device: torch.device) -> Workload:
+def _own(factory: str, optimizer_name: str | None, batch: int, device: torch.device) -> Workload:
     made = _function(factory)(batch, device)
     if not (isinstance(made, tuple) and len(made) == 4 and isinstance(made[0], nn.Module)):
         raise BenchError(
@@ -155,7 +173,12 @@ def _own(factory: str, batch: int, device: torch.device) -> Workload:
             "`python -c 'import gradsync.bench; help(gradsync.bench)'` shows one."
         )
     model, optimizer, make_batch, compute_loss = made
-    return Workload(model, _sgd(model) if optimizer is None else optimizer, make_batch, compute_loss)
+    if optimizer is not None and optimizer_name is not None:
+        raise BenchError(
+            f"--factory {factory} brings its own optimizer, {type(optimizer).__name__}, so --optimizer has no meaning "
+            "beside it; leave it out, or let the factory return None."
+        )
+    return Workload(model, optimizer or _optimizer(optimizer_name, model), make_batch, compute_loss)
 
 
 def _function(factory: str) -> Callable[[int, torch.device], Any]:
@@ -166,9 +189,8 @@ def _function(factory: str) -> Callable[[int, torch.device], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    # No state beside the weights: many ways are in memory together.
-    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.01)
+def _optimizer(name: str | None, model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS[name or next(iter(OPTIMIZERS))](p for p in model.parameters() if p.requires_grad)
 
 
 def _cross_entropy(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -6,9 +6,10 @@ import os
 from gradsync.bench import _hosts, _models, _plot
 from gradsync.bench._errors import BenchError
 from gradsync.bench._records import Options, Place
+from gradsync.bench._remedies import REMEDIES
 from gradsync.bench._ways import ALWAYS, WAYS
 
-SWEEP = "baseline", "no_sync", "accumulating", "sync_every", "compute"
+SWEEP = "baseline", "no_sync", "accumulating", "sync_every", *REMEDIES, "compute"
 """What a sweep over window lengths measures unless told: its long windows are dear, and the peers are in the table."""
 
 
@@ -39,6 +40,7 @@ def plan(given: argparse.Namespace) -> tuple[Options, list[Place]]:
     options = Options(
         model=model,
         factory=given.factory,
+        optimizer=given.optimizer,
         sizes=sizes,
         batch=given.batch or defaults["batch"],
         steps=tuple(sorted(set(given.steps))),

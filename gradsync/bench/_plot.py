@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from gradsync.bench._advice import Cost
 from gradsync.bench._errors import BenchError
 from gradsync.bench._hosts import rate
-from gradsync.bench._report import place
-from gradsync.bench._summary import Row, Summary
+from gradsync.bench._rows import Row
+from gradsync.bench._summary import Summary
+from gradsync.bench._text import place
 from gradsync.bench._ways import WAYS
 
 if TYPE_CHECKING:
@@ -25,9 +26,12 @@ COLOURS = {
     "sync_every": "#17becf",
     "accelerate": "#ff7f0e",
     "fabric": "#9467bd",
+    "overlap": "#bcbd22",
+    "bf16": "#e7ba52",
+    "both": "#d62728",
     "compute": "#7f7f7f",
 }
-MARKERS = dict(zip(COLOURS, "sPoD^vX*d", strict=True))
+MARKERS = dict(zip(COLOURS, "sPoD^vX*<>ph", strict=True))
 """Ways that cost the same lie on each other: colour alone would hide all but the last."""
 
 
@@ -58,8 +62,8 @@ def plot(summary: Summary, path: Path) -> "Figure":
         axes.tick_params(labelleft=True)
     ranks = " and ".join(sorted({str(row.ranks) for row in summary.rows}))
     figure.suptitle(
-        f"{summary.model}, {summary.parameters / 1e6:.1f}M parameters, batch {summary.batch}, {ranks} ranks, "
-        f"{summary.device}, {summary.backend}"
+        f"{summary.model}, {summary.parameters / 1e6:.1f}M parameters, batch {summary.batch}, {summary.optimizer}, "
+        f"{ranks} ranks, {summary.device}, {summary.backend}"
     )
     figure.savefig(path, dpi=150)
     return figure
@@ -91,7 +95,7 @@ def _bars(axes: "Axes", row: Row) -> None:
         capsize=3,
     )
     axes.bar_label(bars, [f"{value:.3g}" for value in medians], label_type="center", color="white", weight="bold")
-    axes.axhline(row.limit, color="black", linestyle="--", label=f"physical limit, {row.limit:.3g} s")
+    axes.axhline(row.limit, color="black", linestyle="--", label=f"limit of exact ways, {row.limit:.3g} s")
     axes.tick_params(axis="x", labelsize="small", rotation=30)
     axes.set_ylabel("seconds per optimizer step (median, quartiles)")
     _finish(axes, f"{place(row)}, accumulation {row.steps}")
@@ -119,7 +123,7 @@ def _link_curves(axes: "Axes", rows: Sequence[Row]) -> None:
     rates = [rate(row.link or "") / 1e9 for row in rows]
     for way in rows[0].ways:
         _points(axes, way, rates, [row.ways[way].median for row in rows], line="-")
-    axes.plot(rates, [row.limit for row in rows], color="black", linestyle="--", label="physical limit")
+    axes.plot(rates, [row.limit for row in rows], color="black", linestyle="--", label="limit of exact ways")
     axes.set_xscale("log")
     axes.set_xticks(rates, [row.link or "" for row in rows])
     axes.minorticks_off()

@@ -26,13 +26,13 @@ def run(options: Options, place: Place, say: Callable[[str], None]) -> Measured 
     import gradsync
     from gradsync.bench._measure import measure, num_gradient_bytes
     from gradsync.bench._models import build
-    from gradsync.bench._ways import installed
+    from gradsync.bench._ways import obstacle
 
     torch.set_num_threads(options.threads)
     with gradsync.process_group() as group:
-        on_ranks: list[list[str]] = [[] for _ in range(group.world_size)]
-        dist.all_gather_object(on_ranks, [name for name in options.ways if installed(name)])
-        missing = [name for name in options.ways if any(name not in names for names in on_ranks)]
+        on_ranks: list[dict[str, str]] = [{} for _ in range(group.world_size)]
+        dist.all_gather_object(on_ranks, {name: why for name in options.ways if (why := obstacle(name)) is not None})
+        missing = {name: why for obstacles in on_ranks for name, why in obstacles.items()}
         possible = replace(options, ways=tuple(name for name in options.ways if name not in missing))
         samples = []
         for steps in options.steps:
@@ -43,7 +43,7 @@ def run(options: Options, place: Place, say: Callable[[str], None]) -> Measured 
 
             samples.append(measure(possible, place, steps, group.device, report))
             gc.collect()  # engines go now, on all ranks together, and not when their process group has already gone
-        workload = build(options.model, options.factory, options.sizes, options.batch, group.device)
+        workload = build(options, group.device)
         measured = Measured(
             place,
             torch=torch.__version__,
@@ -51,6 +51,7 @@ def run(options: Options, place: Place, say: Callable[[str], None]) -> Measured 
             device=group.device.type,
             parameters=sum(p.numel() for p in workload.model.parameters()),
             gradient_bytes=num_gradient_bytes(workload),
+            optimizer=type(workload.optimizer).__name__,
             missing=missing,
             samples=samples,
         )

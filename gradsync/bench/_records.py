@@ -1,7 +1,7 @@
 """Plain values that pass between the command, its ranks and the report. None of them needs torch."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -11,6 +11,8 @@ class Options:
 
     model: str
     factory: str | None
+    optimizer: str | None
+    """None where the command line names none."""
     sizes: dict[str, int]
     batch: int
     steps: tuple[int, ...]
@@ -46,6 +48,8 @@ class Sample:
     """Bytes that left a host in one window, where they can be counted."""
     apart: list[str]
     """Ways that left the ranks with different parameters: they did not synchronise, and their times mean nothing."""
+    overlap: dict[str, int] = field(default_factory=dict)
+    """For each way that overlaps: how many micro-batches ran while gradients travelled."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,10 @@ class Measured:
     device: str
     parameters: int
     gradient_bytes: int
-    missing: list[str]
-    """Ways left out because some rank's machine lacks what they need."""
+    optimizer: str
+    """The name of its class."""
+    missing: dict[str, str]
+    """Ways left out, and what some rank's machine lacks for them."""
     samples: list[Sample]
 
 

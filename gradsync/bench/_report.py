@@ -1,9 +1,13 @@
 """The findings as text: a table, how it stands with the limit, and what to do about it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from gradsync.bench._advice import TARGET, Cost
-from gradsync.bench._summary import Row, Suggestion, Summary
+from gradsync.bench._advice import Cost
+from gradsync.bench._remedies import REMEDIES
+from gradsync.bench._report_advice import advice
+from gradsync.bench._rows import Row
+from gradsync.bench._summary import Summary
+from gradsync.bench._text import grid, megabytes, milliseconds, place, scale
 from gradsync.bench._ways import WAYS
 
 
@@ -15,14 +19,9 @@ def report(summary: Summary) -> str:
         _table(summary.rows),
         *([_per_micro_batch(summary)] if sweep else [_details(row) for row in summary.rows]),
         *_warnings(summary),
-        *map(_advice, summary.advice),
+        *map(advice, summary.advice),
     ]
     return "\n\n".join(parts)
-
-
-def place(row: Row | Suggestion) -> str:
-    """Name the row, with its link if that was given a rate."""
-    return f"{row.place}, {row.link}" if row.link else row.place
 
 
 def _heading(summary: Summary) -> str:
@@ -30,14 +29,14 @@ def _heading(summary: Summary) -> str:
     ranks = " and ".join(sorted({str(row.ranks) for row in summary.rows}))
     threads = f" of {summary.threads} thread{'s' * (summary.threads > 1)}" if summary.device == "cpu" else ""
     return (
-        f"{summary.model}{sizes}: {summary.parameters / 1e6:.1f}M parameters, {_megabytes(summary.gradient_bytes)} of "
-        f"gradients; batch {summary.batch}\n"
+        f"{summary.model}{sizes}: {summary.parameters / 1e6:.1f}M parameters, {megabytes(summary.gradient_bytes)} of "
+        f"gradients; batch {summary.batch}; {summary.optimizer}\n"
         f"{ranks} ranks{threads}, {summary.device}, {summary.backend}, torch {summary.torch}"
     )
 
 
 def _table(rows: Sequence[Row]) -> str:
-    number, unit = _scale(column.median for row in rows for column in row.ways.values())
+    number, unit = scale(column.median for row in rows for column in row.ways.values())
     windows = sorted({row.steps for row in rows})
     titles = [*(WAYS[name].title for name in rows[0].ways), "limit"]
     lines = [
@@ -48,17 +47,17 @@ def _table(rows: Sequence[Row]) -> str:
         label = place(row) if len(windows) == 1 else f"{place(row)}, N = {row.steps}"
         lines.append([label, *(number(column.median) for column in row.ways.values()), number(row.limit)])
     what = f", accumulation {windows[0]}" if len(windows) == 1 else ""
-    return f"{unit} per optimizer step{what}, medians\n{_grid(lines)}"
+    return f"{unit} per optimizer step{what}, medians\n{grid(lines)}"
 
 
 def _details(row: Row) -> str:
-    number, unit = _scale(column.median for column in row.ways.values())
+    number, unit = scale(column.median for column in row.ways.values())
     counted = any(column.bytes_sent is not None for column in row.ways.values())
     lines = [["", unit, "quartiles", "to no_sync", "over the limit", *(["sent by a host"] if counted else [])]]
     for name, column in row.ways.items():
         low, high = column.quartiles
         over = f"{number(column.over_limit)} ({column.over_limit / row.limit:+.0%})"
-        sent = [_megabytes(column.bytes_sent)] if column.bytes_sent is not None else []
+        sent = [megabytes(column.bytes_sent)] if column.bytes_sent is not None else []
         lines.append(
             [
                 WAYS[name].title,
@@ -69,12 +68,23 @@ def _details(row: Row) -> str:
                 *sent,
             ]
         )
+    last_backward = max(0.0, row.ways["compute"].median / row.steps - row.forward)
     return (
-        f"{place(row)}: {row.rounds} rounds, each with every way once\n{_grid(lines)}\n"
+        f"{place(row)}: {row.rounds} rounds, each with every way once; ratios and differences are of the medians\n"
+        f"{grid(lines)}\n"
         f"The link: one all_reduce of the gradients' bytes takes {number(row.link_seconds)} {unit}, "
         f"{row.link_bits_per_second / 1e9:.3g} Gbit/s from each rank.\n"
-        f"The limit, {number(row.limit)} {unit}: computing alone, and the link's time that no backward can hide."
+        f"The limit of exact ways, {number(row.limit)} {unit}: computing alone, and what of the link's time the last "
+        f"backward, of {number(last_backward)} {unit}, cannot hide.{_below(row)}"
     )
+
+
+def _below(row: Row) -> str:
+    """Tell what it means that exact ways are faster than they can be."""
+    names = [WAYS[n].title for n, c in row.ways.items() if c.over_limit < 0 and n not in (*REMEDIES, "compute")]
+    if not names:
+        return ""
+    return f"\nBelow it by noise, or because the link is not what takes the time here: {', '.join(names)}."
 
 
 def _per_micro_batch(summary: Summary) -> str:
@@ -87,22 +97,25 @@ def _per_micro_batch(summary: Summary) -> str:
             cells = [f"N = {row.steps}"]
             for way, curve in curves.items():
                 model = Cost(curve.micro_batch, curve.window).at(row.steps)
-                cells += [_milliseconds(row.ways[way].median / row.steps), _milliseconds(model)]
+                cells += [milliseconds(row.ways[way].median / row.steps), milliseconds(model)]
             lines.append(cells)
         for letter, values in (
             ("c", [curve.micro_batch for curve in curves.values()]),
             ("s", [curve.window for curve in curves.values()]),
         ):
-            lines.append([letter, *(cell for value in values for cell in ("", _milliseconds(value)))])
-        parts.append(f"{name}\n{_grid(lines)}")
+            lines.append([letter, *(cell for value in values for cell in ("", milliseconds(value)))])
+        parts.append(f"{name}\n{grid(lines)}")
     return "\n\n".join(parts)
 
 
 def _warnings(summary: Summary) -> Iterable[str]:
     if summary.missing:
-        packages = " ".join(sorted(str(WAYS[name].package).replace("_", "-") for name in summary.missing))
-        titles = ", ".join(WAYS[name].title for name in summary.missing)
-        yield f"Left out, not installed: {titles} (`pip install {packages}`)."
+        titles: dict[str, list[str]] = {}
+        for name, why in summary.missing.items():
+            titles.setdefault(why, []).append(WAYS[name].title)
+        yield "\n".join(f"Left out: {', '.join(names)}; {why}." for why, names in titles.items())
+    if any(min(curve.micro_batch, curve.window) < 0 for curve in summary.curves):
+        yield "A c or s below zero is noise: these times do not follow c + s/N. Measure for longer (--seconds)."
     for row in summary.rows:
         apart = [WAYS[name].title for name, column in row.ways.items() if column.synchronised is False]
         if apart:
@@ -110,43 +123,3 @@ def _warnings(summary: Summary) -> Iterable[str]:
                 f"{place(row)}, {row.steps} steps: {', '.join(apart)} left the ranks with DIFFERENT parameters. "
                 "They did not synchronise what they trained; these times mean nothing."
             )
-
-
-def _advice(advice: Suggestion) -> str:
-    now = f"{place(advice)}: in windows of {advice.steps}, synchronisation takes {advice.share:.0%} of the time"
-    if advice.baseline_share is not None:
-        now += f" ({advice.baseline_share:.0%} where every backward synchronises)"
-    if advice.share < TARGET:
-        return (
-            f"{now}.\nThat is under {TARGET:.0%} already, and so it is from windows of {advice.enough_steps} on "
-            f"(effective batch {advice.enough_effective_batch}; now {advice.effective_batch})."
-        )
-    return (
-        f"{now}.\nWindows of {advice.enough_steps} are the shortest that bring it under {TARGET:.0%}. The effective "
-        f"batch grows from {advice.effective_batch} to {advice.enough_effective_batch} with it: mind the learning rate."
-    )
-
-
-def _scale(seconds: Iterable[float]) -> tuple[Callable[[float], str], str]:
-    """How to write seconds of about this size, and the unit they are then in."""
-    if min(seconds) < 0.02:
-        return _milliseconds, "ms"
-    return (lambda x: f"{x:.3f}"), "s"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.2f}"
-
-
-def _megabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"
-
-
-def _grid(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
-        )
-        for line in lines
-    )

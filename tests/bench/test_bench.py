@@ -1,5 +1,7 @@
 """`python -m gradsync bench`: its arithmetic, its answers, and that it ends, cleanly, whatever happens to it."""
 
+import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -13,13 +15,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from gradsync.bench import _advice, _hosts
+import gradsync
+from gradsync.__main__ import main as command
+from gradsync.bench import _advice, _hosts, _measure
 from gradsync.bench._cli import main
+from gradsync.bench._measure import Lane, visit
 from gradsync.bench._models import build
 from gradsync.bench._plot import plot
 from gradsync.bench._records import (
@@ -32,8 +38,13 @@ from gradsync.bench._records import (
     load_measured,
     load_task,
 )
+from gradsync.bench._remedies import REMEDIES
 from gradsync.bench._report import report
+from gradsync.bench._report_advice import advice
+from gradsync.bench._suggest import Longer, Suggestion
 from gradsync.bench._summary import Summary, summarise
+from gradsync.bench._task import Window
+from gradsync.bench._ways import WAYS
 
 SHORT = "--rounds", "3", "--seconds", "1", "--limit", "60"
 ENDLESS = "--width", "16", "--ways", "no_sync", "--rounds", "1000000", "--seconds", "1000", "--limit", "60"
@@ -87,24 +98,30 @@ def test_an_all_reduce_sends_what_a_ring_sends(ranks: int, times_the_bytes: floa
     assert _advice.num_link_bits(1000, ranks) == pytest.approx(8000 * times_the_bytes)
 
 
-def test_advice_is_the_first_window_length_that_is_long_enough() -> None:
+def test_enough_is_the_first_window_length_that_is_long_enough() -> None:
     """Counting up from 1 finds the same one."""
-    for c, other, sync in itertools.product((0.003, 0.06, 0.1), (0.0, 0.02, 0.5), (0.0, 0.001, 0.1, 0.27, 2.0)):
-        advice = _advice.advise(_advice.Cost(c, sync + other), sync, 4)
-        enough = next(n for n in itertools.count(1) if sync / (n * c + sync + other) < 0.1)
-        assert advice.steps == enough
-        assert advice.share == pytest.approx(sync / (4 * c + sync + other))
-        assert advice.share_then == pytest.approx(sync / (enough * c + sync + other))
+    for c, sync in itertools.product((0.0031, 0.061, 0.1), (0.0, 0.001, 0.1, 0.27, 2.0)):
+        assert _advice.enough(sync, c) == next(n for n in itertools.count(1) if sync / (n * c + sync) < 0.1)
 
 
 def test_noise_below_zero_is_no_share() -> None:
     """A synchronisation that seems to save time takes none."""
-    assert _advice.advise(_advice.Cost(0.1, -0.01), -0.01, 4) == (0.0, 1, 0.0)
+    assert _advice.share(-0.1, 0.9) == 0.0
+    assert _advice.share(3.0, 4.0) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("link", "expected"),
+    [(0.0, 1), (0.059, 1), (0.061, 2), (0.12, 2), (0.27, 5), (0.47, 8), (9.0, 8)],
+)
+def test_as_many_micro_batches_overlap_as_hide_the_link(link: float, expected: float) -> None:
+    """Of 0.06 s each, 8 in a window."""
+    assert _advice.num_hiding(link, 0.06, 8) == expected
 
 
 # From times to findings.
 
-OPTIONS = Options("mlp", None, {"width": 16}, 128, (4,), ("baseline", "no_sync", "compute"), 1, 5, 45.0, 60.0)
+OPTIONS = Options("mlp", None, None, {"width": 16, "depth": 1}, 128, (4,), ("baseline", "no_sync", "compute"), 1, 5, 45.0, 60.0)
 HOSTS = Place("several nodes", 2, 2, "1gbit", "gradsync0")
 NODE = Place("single node", 1, 2)
 SECONDS = {
@@ -116,12 +133,12 @@ SECONDS = {
 }
 
 
-def measured(place: Place, samples: list[Sample], missing: tuple[str, ...] = ()) -> Measured:
+def measured(place: Place, samples: list[Sample], missing: dict[str, str] | None = None) -> Measured:
     """What a group of ranks answers."""
-    return Measured(place, "2.13.0", "gloo", "cpu", 8_000_000, 32_000_000, list(missing), samples)
+    return Measured(place, "2.13.0", "gloo", "cpu", 8_000_000, 32_000_000, "AdamW", missing or {}, samples)
 
 
-def table(apart: tuple[str, ...] = (), missing: tuple[str, ...] = ()) -> Summary:
+def table(apart: tuple[str, ...] = (), missing: dict[str, str] | None = None) -> Summary:
     """Two rows of one window length."""
     sample = Sample(4, SECONDS, {"baseline": 134e6, "no_sync": 33.5e6, "compute": 100.0}, list(apart))
     groups = [measured(HOSTS, [sample], missing), measured(NODE, [replace(sample, sent={})])]
@@ -140,18 +157,18 @@ def sweep() -> Summary:
     return summarise(options, "python -m gradsync bench", [measured(place, samples) for place in links])
 
 
-def test_columns_are_medians_quartiles_and_rounds_compared_with_themselves() -> None:
+def test_columns_are_medians_and_quartiles_and_compared_by_their_medians() -> None:
     """Against values worked out by hand from the five rounds."""
     row = table().rows[0]
     baseline, no_sync = row.ways["baseline"], row.ways["no_sync"]
     assert (baseline.median, *baseline.quartiles) == pytest.approx((1.2, 1.1, 1.3))
     assert (no_sync.median, *no_sync.quartiles) == pytest.approx((0.5, 0.5, 0.55))
-    assert baseline.ratio == pytest.approx(2.0)  # of 2.0, 3.0, 2.0, 2.0, 2.6; the medians' ratio would be 2.4
+    assert baseline.ratio == pytest.approx(1.2 / 0.5)
     assert no_sync.ratio == 1.0
-    # The limits are 0.47, 0.46, 0.48, 0.62 and 0.47: the fourth round was slow in everything.
-    assert row.limit == pytest.approx(0.47)
-    assert no_sync.over_limit == pytest.approx(0.03)  # of 0.03, -0.06, 0.07, 0.08, 0.03
-    assert no_sync.over_compute == pytest.approx(0.26)  # of 0.26, 0.16, 0.31, 0.26, 0.26
+    # The last backward, 0.24 / 4 - 0.02, hides that much of the link's time.
+    assert row.limit == pytest.approx(0.24 - 0.04 + 0.27)
+    assert baseline.over_limit == pytest.approx(1.2 - 0.47)
+    assert no_sync.over_compute == pytest.approx(0.5 - 0.24)
     assert row.link_seconds == pytest.approx(0.27)
     assert row.link_bits_per_second == pytest.approx(32e6 * 8 / 0.27)
     assert (baseline.bytes_sent, row.ways["compute"].synchronised) == (134e6, None)
@@ -161,20 +178,165 @@ def test_advice_says_what_longer_windows_do_to_the_batch() -> None:
     """0.26 s beyond 0.06 s a micro-batch: 0.26 / (N 0.06 + 0.26) falls under a tenth at 40."""
     advice = table().advice[0]
     assert advice.way == "no_sync"
-    assert advice.share == pytest.approx(0.26 / 0.50)
-    assert advice.baseline_share == pytest.approx(0.96 / 1.2)
-    assert (advice.steps, advice.effective_batch) == (4, 1024)
-    assert (advice.enough_steps, advice.enough_effective_batch) == (40, 40 * 128 * 2)
+    [share] = advice.shares
+    assert share.share == pytest.approx(0.26 / 0.50)
+    assert share.baseline == pytest.approx(0.96 / 1.2)
+    assert (share.steps, share.effective_batch) == (4, 1024)
+    assert advice.enough is not None and advice.enough.estimated
+    assert (advice.enough.steps, advice.enough.effective_batch) == (40, 40 * 128 * 2)
+    assert advice.enough.share == pytest.approx(0.26 / (40 * 0.06 + 0.26))
 
 
-def test_a_sweep_fits_each_way_and_keeps_the_optimizers_part_out_of_the_advice() -> None:
-    """Of 0.29 s once a window, 0.27 s are synchronisation: 0.27 / (N 0.06 + 0.29) is under a tenth from 41 on."""
-    summary = sweep()
-    curves = {(curve.link, curve.way): (curve.micro_batch, curve.window) for curve in summary.curves}
+def test_a_sweep_fits_each_way() -> None:
+    """The curves are those that made the times."""
+    curves = {(curve.link, curve.way): (curve.micro_batch, curve.window) for curve in sweep().curves}
     assert curves["1gbit", "no_sync"] == pytest.approx((0.06, 0.29))
     assert curves["100mbit", "compute"] == pytest.approx((0.06, 0.02))
-    assert summary.advice[0].enough_steps == 41
-    assert summary.advice[0].share == pytest.approx(0.27 / 0.35)
+
+
+def windows(shares: dict[int, float], spread: float = 0.01) -> Suggestion:
+    """The advice where windows of these lengths were measured to synchronise for these shares of their time."""
+    samples = []
+    for steps, share in shares.items():
+        compute = 0.06 * steps
+        seconds = {"no_sync": compute / (1 - share), "baseline": 2 * compute, "compute": compute}
+        noisy = {name: [x * (1 - 2 * spread), x, x * (1 + 2 * spread)] for name, x in seconds.items()}
+        samples.append(Sample(steps, {**noisy, "forward": [0.02] * 3, "link": [0.27] * 3}, {}, []))
+    options = replace(OPTIONS, steps=tuple(shares))
+    [suggestion] = summarise(options, "python -m gradsync bench", [measured(NODE, samples)]).advice
+    return suggestion
+
+
+def test_a_window_length_that_was_measured_is_judged_by_its_own_times() -> None:
+    """Whatever the others' times, or a line through them, would say of it."""
+    for noise in (0.02, 0.20, 0.45):
+        found = windows({1: 0.30, 4: 0.06, 16: noise / 10})
+        assert [share.share for share in found.shares] == pytest.approx([0.30, 0.06, noise / 10])
+        assert found.enough == Longer(4, pytest.approx(0.06), 4 * 128 * 2, estimated=False)
+    text = advice(windows({1: 0.30, 4: 0.06, 16: 0.0}))
+    assert "30% of the time in windows of 1: 0.086 s, of which 0.060 are computing" in text
+    assert "0% of the time in windows of 16: 0.960 s is no more than the 0.960 of computing alone" in text
+    assert "Of the windows measured, those of 4 are the shortest under 10% (effective batch 1024)." in text
+
+
+def test_no_advice_names_a_shorter_window_than_those_that_were_measured() -> None:
+    """Noise has hidden the synchronisation: of windows of 1 this run knows nothing."""
+    found = windows({4: 0.0})
+    assert found.enough == Longer(4, 0.0, 1024, estimated=False)
+    assert "That is under 10% in windows of 4 (effective batch 1024)." in advice(found)
+    assert "windows of 1" not in advice(found)
+
+
+def test_an_estimate_is_longer_than_all_that_was_measured() -> None:
+    """However little is missing at the longest."""
+    for share in (0.1001, 0.101, 0.13, 0.5, 0.95):
+        enough = windows({1: 0.96, 8: share}).enough
+        assert enough is not None and enough.estimated
+        assert enough.steps > 8
+        assert enough.share < 0.1
+
+
+def test_shares_that_rise_with_the_window_are_called_noise() -> None:
+    """Windows of 4 cannot be enough where those of 8 are not."""
+    found = windows({1: 0.3, 4: 0.05, 8: 0.15})
+    assert found.enough is None
+    assert "noise, so this run cannot tell how long windows should be" in advice(found)
+
+
+def test_a_share_whose_quartiles_lie_on_both_sides_is_told() -> None:
+    """5% may as well be 14%."""
+    text = advice(windows({4: 0.05}, spread=0.05))
+    assert "In windows of 4 the quartiles lie on both sides of 10%: measure for longer" in text
+    assert "both sides" not in advice(windows({4: 0.05}, spread=0.001))
+
+
+def test_windows_of_1_synchronise_in_every_backward_anyway() -> None:
+    """A second number for the same thing would only differ by noise."""
+    assert [share.baseline for share in windows({1: 0.5, 2: 0.3}).shares] == [None, pytest.approx(0.5)]
+
+
+# Remedies.
+
+
+def remedies(overlap: float, bf16: float, both: float, apart: tuple[str, ...] = (), spread: float = 0.01) -> Suggestion:
+    """The advice where the remedies took these seconds, windows of 4 took 0.55 by the decorator, and 0.30 computing."""
+    times = {"no_sync": 0.55, "accumulating": 0.55, "overlap": overlap, "bf16": bf16, "both": both, "compute": 0.30}
+    noisy = {name: [x * (1 - 2 * spread), x, x * (1 + 2 * spread)] for name, x in times.items()}
+    sample = Sample(4, {**noisy, "forward": [0.02] * 3, "link": [0.27] * 3}, {}, list(apart), {"overlap": 4, "both": 1})
+    [suggestion] = summarise(OPTIONS, "python -m gradsync bench", [measured(HOSTS, [sample])]).advice
+    return suggestion
+
+
+def test_the_best_remedy_is_written_out_with_its_gain_and_its_price() -> None:
+    """As a line to copy; the numbers are those of the prototype in a recorded run."""
+    found = remedies(overlap=0.37, bf16=0.45, both=0.33)
+    [gain] = found.gains
+    assert (gain.way, gain.steps, gain.seconds, gain.instead_of) == ("both", 4, 0.33, 0.55)
+    assert gain.ratio == pytest.approx(0.6)
+    sentence = (
+        'Write `@gradsync.accumulating(steps=4, overlap=1, compress="bf16")`: an optimizer step here then takes '
+        "0.330 s, 0.60 of the 0.550 of `accumulating`, and the first micro-batch of a window is computed on provisional "
+        "parameters, and gradients are added up in bfloat16."
+    )
+    assert advice(found).splitlines()[-1] == sentence
+
+
+def test_of_remedies_that_are_as_fast_the_simplest_is_advised() -> None:
+    """Rounding to bfloat16 for a gain of 1% is no good trade."""
+    found = remedies(overlap=0.37, bf16=0.45, both=0.366)
+    assert [gain.way for gain in found.gains] == ["overlap"]
+    assert "Write `@gradsync.accumulating(steps=4, overlap=4)`" in advice(found)
+    assert "the first 4 micro-batches of a window are computed on provisional parameters." in advice(found)
+
+
+@pytest.mark.parametrize(("seconds", "spread"), [(0.60, 0.01), (0.54, 0.001), (0.50, 0.1)])
+def test_a_remedy_that_gains_nothing_clear_is_not_advised(seconds: float, spread: float) -> None:
+    """It is slower, or a few percent faster, or its quartiles reach into the other's."""
+    text = advice(remedies(overlap=seconds, bf16=seconds * 1.1, both=seconds * 1.1, spread=spread))
+    assert "Write `" not in text
+    assert "No remedy is worth its price in windows of 4: the best, `@gradsync.accumulating(steps=4, overlap=4)`" in text
+
+
+def test_a_remedy_that_did_not_synchronise_is_not_advised() -> None:
+    """It is fast for nothing."""
+    assert [gain.way for gain in remedies(0.37, 0.45, 0.20, apart=("both",)).gains] == ["overlap"]
+    assert remedies(0.37, 0.45, 0.20, apart=("both", "overlap", "bf16")).gains == []
+
+
+def test_remedies_wait_for_the_keywords_that_they_need() -> None:
+    """Each is left out as long as the decorator lacks one of its own, and names that."""
+
+    def today(steps: int, *, model: object = None) -> None: ...
+
+    def overlapping(steps: int, *, overlap: int = 0) -> None: ...
+
+    def everything(steps: int, *, overlap: int = 0, compress: str | None = None) -> None: ...
+
+    lacking = {name: [remedy.lacking(f) for f in (today, overlapping, everything)] for name, remedy in REMEDIES.items()}
+    assert lacking == {
+        "overlap": [["overlap"], [], []],
+        "bf16": [["compress"], ["compress"], []],
+        "both": [["overlap", "compress"], ["compress"], []],
+    }
+
+
+def visited() -> list[str]:
+    """What a visit to a way that overlaps does, with each look at the clock, and one to a way that does not."""
+    done: list[str] = []
+    clock = SimpleNamespace(perf_counter=lambda: (done.append("clock"), 0.0)[1])
+    _measure.time, before = clock, _measure.time
+    try:
+        visit(Lane(Window(lambda: done.append("run"), lambda: done.append("settle")), 3), torch.device("cpu"), None)
+        visit(Lane(Window(lambda: done.append("plain")), 2), torch.device("cpu"), None)
+    finally:
+        _measure.time = before
+    return done
+
+
+def test_as_many_gradients_land_under_the_clock_as_leave(ranks) -> None:
+    """A window goes ahead of the clock, and what the last one sent is waited for after it."""
+    for done in ranks(2).run(visited):
+        assert done == ["run", "clock", *["run"] * 3, "clock", "settle", "clock", *["plain"] * 2, "clock"]
 
 
 def test_the_json_has_a_fixed_shape() -> None:
@@ -182,20 +344,24 @@ def test_the_json_has_a_fixed_shape() -> None:
     record = json.loads(json.dumps(asdict(table())))
     assert set(record) == {
         *("command", "model", "sizes", "parameters", "gradient_bytes", "batch", "threads", "torch", "backend"),
-        *("device", "missing", "rows", "curves", "advice"),
+        *("device", "optimizer", "missing", "rows", "curves", "advice"),
     }
     row = record["rows"][0]
     assert set(row) == {
         *("place", "link", "hosts", "ranks", "steps", "rounds", "forward", "link_seconds", "link_bits_per_second"),
-        *("limit", "ways"),
+        *("limit", "overlap", "ways"),
     }
     assert set(row["ways"]["no_sync"]) == {
         *("seconds", "median", "quartiles", "ratio", "over_limit", "over_compute", "bytes_sent", "synchronised"),
     }
-    assert set(record["advice"][0]) == {
-        *("place", "link", "way", "steps", "share", "baseline_share", "effective_batch"),
-        *("enough_steps", "enough_share", "enough_effective_batch"),
+    advised = record["advice"][0]
+    assert set(advised) == {"place", "link", "way", "shares", "enough", "gains"}
+    assert set(advised["shares"][0]) == {
+        *("steps", "seconds", "compute", "share", "quartiles", "baseline", "effective_batch"),
     }
+    assert set(advised["enough"]) == {"steps", "share", "effective_batch", "estimated"}
+    gain = asdict(remedies(0.37, 0.45, 0.33))["gains"][0]
+    assert set(gain) == {"steps", "way", "written", "price", "seconds", "instead_of", "ratio", "clear"}
     curve = json.loads(json.dumps(asdict(sweep())))["curves"][0]
     assert set(curve) == {"place", "link", "way", "micro_batch", "window"}
 
@@ -203,7 +369,7 @@ def test_the_json_has_a_fixed_shape() -> None:
 def test_ranks_and_bench_understand_each_other() -> None:
     """What is told and answered arrives as it was."""
     assert load_task(dump_task(OPTIONS, HOSTS)) == (OPTIONS, HOSTS)
-    answer = measured(HOSTS, [Sample(4, SECONDS, {}, ["fabric"])])
+    answer = measured(HOSTS, [Sample(4, SECONDS, {}, ["fabric"], {"both": 2})], {"fabric": "not installed"})
     assert load_measured(dump_measured(answer)) == answer
 
 
@@ -216,21 +382,41 @@ def test_the_report_is_a_table_with_its_limit_and_advice() -> None:
         *("1.200", "0.500", "0.240", "0.470")
     ]
     assert "0.948 Gbit/s from each rank" in text
-    assert "in windows of 4, synchronisation takes 52% of the time (80% where every backward synchronises)" in text
-    assert "Windows of 40 are the shortest that bring it under 10%" in text
+    assert "in `no_sync`, synchronisation takes 52% of the time in windows of 4: 0.500 s, of which 0.240 are comput" in text
+    assert "80% where every backward synchronises)." in text
+    assert "Windows of about 40 would bring it under 10%, if a window still costs 0.260 s beyond computing there" in text
     assert "from 1024 to 10240" in text
+    assert "batch 128; AdamW" in text
     assert "c + s/N" in report(sweep())
 
 
 def test_the_report_names_what_is_missing_and_what_did_not_synchronise() -> None:
     """A way that leaves the ranks apart is fast for nothing."""
-    text = report(table(apart=("no_sync",), missing=("fabric",)))
+    text = report(table(apart=("no_sync",), missing=dict.fromkeys(("overlap", "both"), "`accumulating` has no `overlap`")))
     assert "several nodes, 1gbit, 4 steps: no_sync left the ranks with DIFFERENT parameters." in text
-    assert "Left out, not installed: Fabric (`pip install lightning-fabric`)." in text
+    assert "Left out: overlap, overlap and bf16; `accumulating` has no `overlap`." in text
     assert "DIFFERENT" not in report(table())
 
 
-@pytest.mark.parametrize("summary", [table(), sweep()], ids=["bars", "curves"])
+def every_way() -> Summary:
+    """All columns."""
+    sample = Sample(4, {**dict.fromkeys((*WAYS, "forward", "link"), [0.5, 0.4, 0.6])}, {}, [], {"overlap": 4, "both": 2})
+    return summarise(OPTIONS, "python -m gradsync bench", [measured(HOSTS, [sample]), measured(NODE, [sample])])
+
+
+def test_what_is_printed_can_be_worked_out_from_what_is_printed() -> None:
+    """Each ratio is that of the two medians beside it."""
+    row = table().rows[0]
+    for line in report(table()).splitlines():
+        name = next((name for name in ("baseline", "no_sync") if line.startswith(f"{name} ")), None)
+        if name is not None and len(line.split()) > 6:
+            _, seconds, _, _, _, ratio, over, percent, *_ = line.split()
+            assert float(ratio) == pytest.approx(float(seconds) / 0.500, abs=0.005)
+            assert float(over) == pytest.approx(float(seconds) - round(row.limit, 3), abs=0.0005)
+            assert float(percent.strip("(+%)")) == pytest.approx(100 * float(over) / 0.470, abs=0.5)
+
+
+@pytest.mark.parametrize("summary", [table(), sweep(), every_way()], ids=["bars", "curves", "every way"])
 def test_a_picture_can_be_drawn_of_everything(summary: Summary, tmp_path: Path) -> None:
     """Bars or curves, a panel a place, from zero, with labelled axes."""
     pytest.importorskip("matplotlib")
@@ -244,6 +430,18 @@ def test_a_picture_can_be_drawn_of_everything(summary: Summary, tmp_path: Path) 
 
 
 # Arguments.
+
+
+def test_an_unknown_command_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those whose module is there; exit code 2."""
+    there = ["bench", *(["verify"] if importlib.util.find_spec("gradsync.verify") else [])]
+    assert command(["benhc"]) == 2
+    said = capsys.readouterr().err
+    assert f"gradsync: A command is needed; 'benhc' came. There is {' and '.join(there)}: " in said
+    assert command([]) == 2
+    assert command(["--help"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:] if line]
+    assert listed == there
 
 
 @pytest.mark.parametrize(
@@ -429,7 +627,12 @@ def test_two_local_ranks_measure_every_way(tmp_path: Path) -> None:
     [row] = record["rows"]
     assert (row["place"], row["ranks"], row["steps"], row["rounds"]) == ("single node", 2, 4, 3)
     assert {"baseline", "improperly", "no_sync", "accumulating", "sync_every", "compute"} <= set(row["ways"])
-    assert set(row["ways"]) | set(record["missing"]) >= {"accelerate", "fabric"}
+    assert set(row["ways"]) | set(record["missing"]) >= {"accelerate", "fabric", "overlap", "bf16", "both"}
+    keywords = inspect.signature(gradsync.accumulating).parameters
+    assert ("overlap" in row["ways"]) is ("overlap" in keywords)
+    assert ("bf16" in row["ways"]) is ("compress" in keywords)
+    for name in {"overlap", "both"} & set(row["ways"]):
+        assert 1 <= row["overlap"][name] <= 4
     for name, column in row["ways"].items():
         assert len(column["seconds"]) == 3
         assert min(column["seconds"]) > 0
@@ -485,7 +688,25 @@ def test_a_rank_that_fails_is_named_with_its_last_lines(tmp_path: Path) -> None:
 def test_a_factory_that_is_none_is_told(factory: str, text: str) -> None:
     """By the ranks: only they import it."""
     with pytest.raises(_hosts.BenchError, match=re.escape(text)):
-        build("mlp", factory, {}, 2, torch.device("cpu"))
+        build(replace(OPTIONS, factory=factory), torch.device("cpu"))
+
+
+def test_the_optimizer_is_the_one_that_was_asked_for() -> None:
+    """Unless a factory brings its own, which it then has to be asked for in the factory."""
+    cpu = torch.device("cpu")
+    named = {name: type(build(replace(OPTIONS, optimizer=name), cpu).optimizer).__name__ for name in ("sgd", "adamw")}
+    assert named == {"sgd": "SGD", "adamw": "AdamW"}
+    assert type(build(OPTIONS, cpu).optimizer) is torch.optim.SGD
+    own = replace(OPTIONS, factory="tests.test_bench:with_adam")
+    assert type(build(own, cpu).optimizer) is torch.optim.Adam
+    with pytest.raises(_hosts.BenchError, match="brings its own optimizer, Adam, so --optimizer has no meaning beside it"):
+        build(replace(own, optimizer="adamw"), cpu)
+
+
+def with_adam(batch_size: int, device: torch.device) -> tuple[Any, ...]:
+    """A factory."""
+    model = torch.nn.Linear(2, 2)
+    return model, torch.optim.Adam(model.parameters()), lambda: torch.ones(2), lambda model, batch: model(batch).sum()
 
 
 def test_ranks_that_hang_say_where_and_end(tmp_path: Path) -> None:
