@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from gradsync.functional._lost import is_lost, lost
+from gradsync.ranks.lost import is_lost, lost
 from tests.faults import cases
 from tests.faults.play import SLACK, TIMEOUT, Play, play
 

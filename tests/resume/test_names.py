@@ -14,7 +14,7 @@ from torch.distributed.fsdp import (
 )  # fmt: skip
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradsync._state import own_names
+from gradsync.decorator.checkpoint import own_names
 from tests.resume.engine_runs import Run
 from tests.support.compare import assert_equal_states
 from tests.support.files import is_plain
