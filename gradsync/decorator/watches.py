@@ -70,11 +70,11 @@ class GradientWatch:
                 return
         vanished = self._parameter is not None and self._parameter.grad is None
         raise GradSyncError(
-            f"{name} runs backward, clips, steps and zeroes the gradients itself, but since its last micro-batch they "
+            f"{name} runs backward, step and zero_grad itself, but since its last micro-batch the gradients "
             + (
-                "vanished: something called zero_grad(), or step() and zero_grad()"
+                "vanished: something called zero_grad()"
                 if vanished
-                else "changed: something ran backward, or clipped, unscaled or divided them"
+                else "changed: something ran backward on them, or clipped, unscaled or divided them"
             )
             + ", in its body or between two calls. Return the unscaled loss and leave the rest to the decorator: "
             "accumulating(..., clip_norm=1.0) clips."

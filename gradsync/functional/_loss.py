@@ -44,14 +44,16 @@ class LossSum:
 
 def check_count(count: object) -> None:
     """Raise unless a loss can be a sum over `count`; its value is looked at later, by all ranks together."""
-    of_numbers = isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_complex()
-    if not of_numbers and not (isinstance(count, int | float) and not isinstance(count, bool)):
-        came = f"a tensor of shape {tuple(count.shape)}, {count.dtype}" if isinstance(count, torch.Tensor) else (
-            f"of type {type(count).__name__}"
-        )  # fmt: skip
+    if isinstance(count, torch.Tensor):
+        if count.numel() != 1 or count.is_complex():
+            raise TypeError(
+                f"The count of a LossSum must be one real number, but it is a tensor of shape {tuple(count.shape)} and "
+                f"{count.dtype}. Pass its .sum()."
+            )
+    elif isinstance(count, bool) or not isinstance(count, int | float):
         raise TypeError(
-            f"The count of a LossSum must be an int, a float or a tensor with one number, but it is {came}. Pass what "
-            "the loss is a sum over, such as the number of tokens."
+            f"The count of a LossSum must be an int, a float or a tensor, but it is of type {type(count).__name__}. "
+            "Pass what the loss is a sum over, such as the number of tokens."
         )
 
 

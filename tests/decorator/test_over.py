@@ -40,10 +40,11 @@ def test_over_is_sized_if_the_iterable_was_and_leaving_it_early_keeps_the_window
     assert len(step.over([1, 2, 3])) == 3
     with pytest.raises(TypeError):
         len(step.over(iter([1])))
-    for i in step.over(range(10)):
-        step(model, optimizer, micro_batch(0, i))
-        if i == 5:
-            break
+    with pytest.warns(RuntimeWarning, match=r"window open: 2 micro-batches .*\.flush\(\).*\.reset\(\)"):
+        for i in step.over(range(10)):
+            step(model, optimizer, micro_batch(0, i))
+            if i == 5:
+                break
     assert step.progress.index == 2 and step.progress.updates == 1
     step.flush()
     assert_equal_updates(optimizer.seen, train(small_model(), cut([6], 4), window_mean)[0])

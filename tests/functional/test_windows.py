@@ -25,6 +25,7 @@ def test_correction_is_one_for_every_full_window():
             assert F.correction(planned, num_ranks, planned * num_ranks) == 1.0
 
 
-def test_lookahead():
-    for n in range(5):
-        assert list(F.lookahead(range(n))) == [(i, i == n - 1) for i in range(n)]
+@pytest.mark.parametrize("n", range(5))
+def test_the_last_item_is_known_and_nothing_drawn_ahead_where_the_length_is(n):
+    for items in (range(n), iter(range(n))):
+        assert list(F.with_last(items)) == [(i, i == n - 1) for i in range(n)]
