@@ -208,15 +208,18 @@ class Registry:
 
     def _warn_if_open(self, call: Call) -> None:
         # After an error that ended the program, an open window says nothing new.
-        if call.run.index and getattr(sys, "last_value", None) is None:
+        index, size = call.run.index, call.progress.size
+        if not index:
+            return
+        call.run.abandon()
+        if getattr(sys, "last_value", None) is None:
             warnings.warn_explicit(
-                f"{self.name} ended with a window open: {call.run.index} of {call.progress.size} "
+                f"{self.name} ended with a window open: {index} of {size} "
                 f"micro-batches were accumulated and never used. Iterate with {self.name}.over(...), or call "
                 f"{self.name}.flush() when the data ends.",
                 RuntimeWarning,
                 *self._place,
             )
-            call.run.abandon()
 
     def _forget_read_ahead(self, instance: object) -> None:
         self._read_ahead.pop((get_ident(), None if instance is None else id(instance)), None)

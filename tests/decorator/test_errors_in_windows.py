@@ -59,6 +59,7 @@ def test_somebody_else_steps_the_optimizer(when, where):
         for i in range(when + 1):
             step(model, optimizer, i)
         optimizer.step()
+    step.reset()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
