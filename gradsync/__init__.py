@@ -4,8 +4,8 @@ from gradsync import engines, functional
 from gradsync._accumulating import accumulating
 from gradsync._audit import audit
 from gradsync._errors import GradSyncError
-from gradsync._launch import ddp, process_group
 from gradsync.functional import LossSum, MicroStep, no_sync, sync_every, sync_gradients
+from gradsync.launch import ddp, process_group
 
 __all__ = [
     "GradSyncError",
