@@ -41,15 +41,18 @@ def check(compress: object) -> None:
 
 def compress_gradients(ddp: DistributedDataParallel) -> None:
     """Have the gradients of a `DistributedDataParallel` travel in bfloat16. Twice is the same as once."""
-    hooks = [hook for hook, _ in ddp._comm_hooks]
-    if compressed_mean in hooks:
+    if "comm_hook" not in ddp._get_ddp_logging_data():
+        # A copy has its original's list of hooks, and a reducer without any of them.
+        ddp._comm_hooks = [(hook, state) for hook, state in ddp._comm_hooks if hook is not compressed_mean]
+        ddp.register_comm_hook(Over(ddp.process_group), compressed_mean)
         return
-    if hooks:
+    others = [hook for hook, _ in ddp._comm_hooks if hook is not compressed_mean]
+    if others or not ddp._comm_hooks:
+        name = getattr(others[0], "__name__", others[0]) if others else "one of torch's own"
         raise GradSyncError(
             'compress="bf16" needs the place of the communication hook, but this DistributedDataParallel has one '
-            f"already: {getattr(hooks[0], '__name__', hooks[0])}. Leave one of the two out."
+            f"already: {name}. Leave one of the two out."
         )
-    ddp.register_comm_hook(Over(ddp.process_group), compressed_mean)
 
 
 def compressed_mean(state: Over, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

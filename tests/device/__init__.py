@@ -24,7 +24,7 @@ from pathlib import Path
 from tests.device.build import library, why_not
 from tests.device.waits import waits
 
-__all__ = ["run_on_device", "start_on_device", "waits"]
+__all__ = ["need_device", "run_on_device", "start", "waits"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,11 +34,12 @@ def run_on_device(case: Callable, *args: object, ranks: int = 2, limit: float = 
 
     Skips the test, with the reason, where the device cannot be built.
     """
+    need_device()
     with tempfile.TemporaryDirectory(prefix="gradsync-device-") as name:
         folder = Path(name)
         (folder / "case").write_bytes(pickle.dumps((case.__module__, case.__qualname__, args, ranks)))
         commands = [["-m", "tests.device.rank", str(folder), str(rank)] for rank in range(ranks)]
-        printed = start_on_device(commands, limit=limit)
+        printed = start(commands, limit=limit)
         outcomes = [_outcome(folder / f"outcome{rank}", printed[rank]) for rank in range(ranks)]
     failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(outcomes) if not ok]
     assert not failed, f"{case.__qualname__}{args} failed on\n" + "\n".join(failed)
@@ -52,16 +53,20 @@ def _outcome(file: Path, printed: subprocess.CompletedProcess) -> tuple[bool, ob
     return False, f"it {'hangs' if printed.returncode is None else 'ended'} without a result\n{printed.stderr[-3000:]}"
 
 
-def start_on_device(commands: list[list[str]], *, limit: float, **environment: str) -> list[subprocess.CompletedProcess]:
-    """Run Python with these arguments, all at once, each with the library built; what they printed.
-
-    Processes that are still there after `limit` seconds are ended, and have None for a return code.
-    """
+def need_device() -> None:
+    """Have the device built; skip the test, with the reason, where that cannot be."""
     if reason := why_not():
         import pytest
 
         pytest.skip(reason)
     library()
+
+
+def start(commands: list[list[str]], *, limit: float, **environment: str) -> list[subprocess.CompletedProcess]:
+    """Run Python with these arguments, all at once, as the ranks of one job; what they printed.
+
+    Processes that are still there after `limit` seconds are ended, and have None for a return code.
+    """
     told = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     with tempfile.TemporaryDirectory(prefix="gradsync-device-") as name:
         files = [(Path(name) / f"out{i}", Path(name) / f"err{i}") for i in range(len(commands))]

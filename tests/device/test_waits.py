@@ -33,7 +33,7 @@ def plain_ddp(model, **options):
 def fsdp1(model):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return FullyShardedDataParallel(model, device_id=0, use_orig_params=True)
+    return FullyShardedDataParallel(model, device_id=0, use_orig_params=True, limit_all_gathers=False)  # which waits by itself
 
 
 def fsdp2(model, **mesh):
