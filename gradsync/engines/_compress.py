@@ -5,19 +5,17 @@ gloo adds bfloat16 up well. This one works on every backend. It and its state ca
 `DistributedDataParallel` keeps both and is pickled with them.
 """
 
-from __future__ import annotations
+# No annotations from __future__: torch reads those of a hook, and takes no strings.
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
-    from torch.nn.parallel import DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Over:
 
     group: dist.ProcessGroup | None
 
-    def __reduce__(self) -> tuple[type[Over], tuple[None]]:
+    def __reduce__(self) -> tuple[type["Over"], tuple[None]]:
         return Over, (None,)
 
 

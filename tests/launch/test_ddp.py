@@ -20,7 +20,7 @@ from gradsync.ranks.group import require_group
 
 def test_several_ranks_without_a_process_group_are_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(gradsync.GradSyncError, match=r"gradsync\.ddp needs the process group .*4.* process_group\(\)"):
+    with pytest.raises(gradsync.GradSyncError, match=r"^gradsync\.ddp needs the process group.*WORLD_SIZE.*process_group\(\)"):
         gradsync.ddp(torch.nn.Linear(1, 1))
     with pytest.raises(gradsync.GradSyncError, match="^audit needs the process group"):
         require_group("audit")
@@ -72,10 +72,10 @@ def compressed_gradients(buckets_of_mb: float) -> tuple[list[torch.Tensor], bool
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("buckets_of_mb", [25, 0.0001])
 def test_compressed_gradients_are_the_mean_to_bfloat16(ranks, num_ranks, buckets_of_mb):
-    """Each rank's share is rounded once and each sum once: 2**-9 of the sum of magnitudes, a rank and a sum."""
+    """Each share is rounded twice, cast and divided, and each of the sums once: by at most 2**-8 of what is rounded."""
     shares = [gradients_of(make_model().double(), inputs_of(rank).double()) for rank in range(num_ranks)]
     exact = [sum(parts) / num_ranks for parts in zip(*shares)]
-    bounds = [sum(part.abs() for part in parts) / num_ranks * 2**-9 * (num_ranks + 1) for parts in zip(*shares)]
+    bounds = [sum(part.abs() for part in parts) / num_ranks * 2**-8 * (num_ranks + 1) + 1e-7 for parts in zip(*shares)]
     for found, agree in ranks(num_ranks).run(compressed_gradients, buckets_of_mb):
         assert agree
         errors = [(one.double() - mean).abs() for one, mean in zip(found, exact, strict=True)]
@@ -143,7 +143,7 @@ def twice_and_copied() -> dict[str, object]:
     return {"same": same, "refusal": refusal, "hooks": [hook for hook, _ in model._comm_hooks], "gradients": gradients}
 
 
-def somebody_elses(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def somebody_elses(state, bucket):
     return compressed_mean(state, bucket)
 
 
