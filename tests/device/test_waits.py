@@ -88,7 +88,7 @@ SCENARIOS = [
     Scenario("nonfinite", 1, {"nonfinite": "skip"}),
     Scenario("nonfinite, over", 2, {"nonfinite": "skip"}, loop="known"),
     Scenario("skip, over", 2, {"skip": ValueError}, loop="known"),
-    Scenario("GradScaler", 1, loss="scaled"),  # torch's own
+    Scenario("GradScaler", 0, loss="scaled"),  # and torch's own, as counted in `scaled_by_hand`
 ]
 
 
@@ -129,6 +129,20 @@ def play(engine: str, scenario: Scenario) -> dict[str, list[Counter]]:
     return found
 
 
+def scaled_by_hand(engine: str) -> int:
+    """How often torch itself waits in an update under a GradScaler."""
+    model = ENGINES[engine](small_model().to("cuda"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    scaler = _scaler(engine)
+    for _ in range(2):
+        scaler.scale(model(torch.ones(4, 8, device="cuda")).square().mean()).backward()
+        with waits() as found:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    return found.total()
+
+
 def _scaler(engine: str):
     if engine == "FSDP1":
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -140,7 +154,7 @@ def _scaler(engine: str):
 def play_all(engine: str) -> dict[str, object]:
     """By scenario: the waits, or a traceback; what comes after a failure is not tried, for ranks may be out of step."""
     warnings.simplefilter("ignore")
-    results: dict[str, object] = {}
+    results: dict[str, object] = {"torch's own under a GradScaler": scaled_by_hand(engine)}
     for scenario in SCENARIOS:
         try:
             results[scenario.name] = play(engine, scenario)
@@ -167,8 +181,9 @@ CELLS = [
 def test_the_host_waits_so_often(engine, scenario):
     for result in results_of(engine):
         found = result.get(scenario.name, "a scenario before it failed")
+        allowed = scenario.boundary + (result["torch's own under a GradScaler"] if scenario.loss == "scaled" else 0)
         assert isinstance(found, dict), found
         for counter in found["held"]:
             assert counter.total() == 0, f"a held micro-batch: {dict(counter)}"
         for counter in found["boundary"]:
-            assert counter.total() <= scenario.boundary, f"a boundary: {dict(counter)}"
+            assert counter.total() <= allowed, f"a boundary: {dict(counter)}"
