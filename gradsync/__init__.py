@@ -3,9 +3,9 @@
 from gradsync import engines, functional
 from gradsync._audit import audit
 from gradsync._errors import GradSyncError
-from gradsync._launch import ddp, process_group
 from gradsync.decorator import Progress, accumulating
 from gradsync.functional import LossSum, MicroStep, no_sync, sync_every, sync_gradients
+from gradsync.launch import ddp, process_group
 
 __all__ = [
     "GradSyncError",

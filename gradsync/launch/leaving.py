@@ -1,0 +1,63 @@
+"""How a rank leaves the job: cleanly, or after an exception without a wait for ranks that will not answer.
+
+`destroy_process_group` on nccl may wait for kernels that the device has not finished. After an exception on this rank
+alone these wait for the other ranks, which wait for this one: the process would stand still before Python prints what
+happened. Hence the traceback is printed at once, and the group aborted, which waits for nothing (torch 2.13:
+`distributed_c10d._abort_process_group`). gloo has nothing pending on a device, and is left as on any other day.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from gradsync.engines import settle_all_groups
+
+_SHORT = 1.0  # seconds for gloo's workers, which may hang on a rank that is lost
+
+
+def leave(error: BaseException | None) -> None:
+    """End all process groups; `error` is what ends this rank, None in the end of a job."""
+    failed = error is not None and not _is_good_exit(error)
+    if failed and _may_wait_for_a_device():
+        assert error is not None, "it has failed"
+        _print_at_once(error)
+        settle_all_groups(_SHORT)
+        _abort()
+    else:
+        settle_all_groups()
+        dist.destroy_process_group()
+
+
+def _is_good_exit(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+def _may_wait_for_a_device() -> bool:
+    """Whether some group has a backend that runs its collectives on a device: whatever is not gloo, such as nccl."""
+    pairs = [
+        pair.partition(":")[::2]
+        for config in distributed_c10d._world.pg_backend_config.values()
+        for pair in config.split(",")
+    ]
+    return any(device != "cpu" and name != "gloo" for device, name in pairs)
+
+
+def _print_at_once(error: BaseException) -> None:
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    print(  # noqa: T201 - Python itself prints it when the process ends, and that may be late
+        f"rank {dist.get_rank()} of {dist.get_world_size()} leaves gradsync.process_group() with an exception "
+        f"and aborts its process group:\n{''.join(lines)}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _abort() -> None:
+    try:
+        distributed_c10d._abort_process_group()
+    except RuntimeError as unable:  # a backend that does not know how to
+        print(f"The process group could not be aborted: {unable}", file=sys.stderr, flush=True)  # noqa: T201
