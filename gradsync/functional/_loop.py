@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gradsync.functional._window import Window
     from gradsync.ranks.line import Sent
 
+_PERHAPS = 0.5  # an item, in place of items left
 _ASKS = -1.0  # in place of items left: what the window is that closes, this rank has to be told
 
 
@@ -52,7 +53,7 @@ class Loop:
         self._length = length
         self._runs = runs
         self._is_last = False  # whether the current item is the last
-        self._has_ended = False
+        self._has_ended = self._has_told_end = False
         self._calls: dict[Run, int] = {}  # for the current item,
         self._most: dict[Run, int] = {}  # and the most for one before it
         self._chief: Run | None = None  # over whose ranks the loop's tables go
@@ -70,9 +71,9 @@ class Loop:
 
     @property
     def left(self) -> float:
-        """How many items are still to come; inf where that is not known."""
+        """How many items are still to come; inf where that is not known, and a part of one if a call may come."""
         if self._is_last:
-            return 0.0
+            return 0.0 if self._has_ended or all(map(self._calls_once, self.called)) else _PERHAPS
         return math.inf if self._length is None else float(max(0, self._length - self.num_items))
 
     def calls_once(self, run: Run) -> None:
@@ -81,6 +82,11 @@ class Loop:
 
     def enter(self, run: Run) -> None:
         """A call begins, and opens a window if none is open."""
+        if self._has_told_end and self._team.num_ranks > 1:
+            raise GradSyncError(
+                f"Each item of {self.name} has had one call, and so the call for the last item has closed the last window, on "
+                "all ranks; but one more call came for it. Make as many calls for each item, or call after the loop."
+            )
         self.num_calls += 1
         self._calls[run] = self._calls.get(run, 0) + 1
         if run not in self.called:
@@ -126,8 +132,9 @@ class Loop:
 
     def share(self, run: Run, window: Window) -> Share:
         """What this rank says of a window that it closes."""
-        once = float(self._calls_once(run))
-        return window.share(closing=float(run.key), opened=self._first_open(), left=self.left, once=once)
+        once, left = float(self._calls_once(run)), self.left
+        self._has_told_end = left == 0
+        return window.share(closing=float(run.key), opened=self._first_open(), left=left, once=once)
 
     def hear(self, run: Run, window: Window, sent: Sent) -> list[Share]:
         """What the ranks have said of a window that closes."""
@@ -145,7 +152,7 @@ class Loop:
         lefts = [share.left for share in self._shares]
         self._due = [left > 0 for left in lefts]
         self._planned = None
-        if self._in_step and not callable(run.terms.steps) and len(self.called) <= 1 and len(self._runs()) <= 1 and all(map(math.isfinite, lefts)):
+        if self._in_step and not callable(run.terms.steps) and len(self.called) <= 1 and len(self._runs()) <= 1 and not any(left % 1 for left in lefts):
             if max(lefts) >= window.size:
                 self._planned = window.size
             elif max(lefts) and all(share.once or not share.left for share in self._shares):
@@ -167,11 +174,19 @@ class Loop:
             yield from self._close_alone()
             return
         with WaitingFor(lambda: f"the windows of {self.name} that other ranks may still have"):
-            while True:
+            while not self._all_know_the_end:
                 turn = self._next_in_step() if self._in_step else self._next()
                 if turn is None:
                     return
                 yield turn
+
+    @property
+    def _all_know_the_end(self) -> bool:
+        """Whether the ranks have told each other that nothing comes any more."""
+        runs = self._known()
+        return len(runs) == 1 and runs[0].window is None and not any(
+            share.left or share.open != NOBODY for share in self._shares
+        )
 
     def _close_alone(self) -> Iterator[Turn]:
         for run in self._known():
@@ -254,7 +269,8 @@ class Loop:
         )
         insist_on_windows([one["windows"] for one in said])
         self._shares = [
-            Share(left=math.inf if one["left"] is None else one["left"], once=float(one["once"])) for one in said
+            Share(left=math.inf if one["left"] is None else one["left"], once=float(one["once"]), open=one["open"] or NOBODY)
+            for one in said
         ]
         anything = any(share.left for share in self._shares) or any(one["open"] for one in said)
         owes = any(engine.owes_first for engine in team.engines)  # whose very first micro-batch takes all ranks

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from gradsync import _fresh_store
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "resume.py")
@@ -101,28 +100,3 @@ def test_torchrun_restarts_the_job(tmp_path):
     assert "going on after" in printed, printed
     assert "Signal 9 (SIGKILL)" in complaints + printed or "exitcode: -9" in complaints, complaints
     assert len(re.findall(r"parameters \w{16}", printed)) == 1
-
-
-def test_ranks_that_restart_meet_in_a_fresh_store():
-    """What dead ranks left in a shared store, an unanswered proposal or a confirmed one, does no harm."""
-    from datetime import timedelta
-
-    store = dist.HashStore()
-    names = []
-    for attempt in range(3):
-        results: dict[int, str] = {}
-
-        def begin(rank: int, results: dict[int, str] = results) -> None:
-            results[rank] = _fresh_store._agree(store, rank, 3, timedelta(seconds=10))
-
-        if attempt == 2:
-            store.set("proposal", "of a rank that died before it was answered")
-        threads = [threading.Thread(target=begin, args=(rank,)) for rank in (2, 1, 0)]
-        for thread in threads:
-            thread.start()
-            thread.join(0.1)  # the others see the old proposal first
-        for thread in threads:
-            thread.join(10)
-        assert len(results) == 3 and len(set(results.values())) == 1
-        names.append(results[0])
-    assert len(set(names)) == 3
