@@ -7,8 +7,8 @@ States, groups and their parameters lead to the modules. They are held weakly, s
 wherever its engine is kept.
 
 What is private in torch here is listed in `_privates.py`, and what differs between its versions is in `_torch.py`.
-Held gradients lie at `_unsharded_param`, and before torch 2.15 at `unsharded_accumulated_grad`, where `zero_grad()` does
-not reach them.
+Held gradients lie at `_unsharded_param`, and before torch 2.15 at `unsharded_accumulated_grad`, where `zero_grad()`
+does not reach them.
 """
 
 from __future__ import annotations
