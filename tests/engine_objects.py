@@ -125,6 +125,7 @@ def clean_after(name: str, where: str) -> None:
         for engine in engines:
             engine.discard()
             assert not engine.num_held() and not engine.held_gradients()
+            assert not any(state._comm_ctx.post_forward_order for state in engine._states), "gathered next in vain"
         assert all(p.grad is None for engine in engines for p in engine.parameters)
         gradients, counts = window(home, engines, shards)
         for mine, other, at_first in zip(gradients, expected[0], first, strict=True):
