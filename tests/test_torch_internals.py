@@ -162,6 +162,7 @@ def test_what_a_forward_of_ddp_does(ddp):
     names = {name for part in ("forward", "_pre_forward", "_run_ddp_forward", "_post_forward")
              for name in getattr(DDP, part).__code__.co_names}  # fmt: skip
     known = set(KNOWN_IN_FORWARD.split())
+    known -= {"AssertionError"} - names  # torch 2.9 asserts there, which names it nowhere
     assert names == known, f"torch {torch.__version__}: DDP's forward has changed by {names ^ known}; read it again"
     missing = [name for name in ("device_ids", "mixed_precision", "_join_config", "_compiled_call_impl") if not hasattr(ddp, name)]
     assert not missing, f"torch {torch.__version__}: DDP lost {missing}"
