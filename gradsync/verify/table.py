@@ -85,7 +85,9 @@ _ERRORS: dict[tuple[str, str], str] = {
         for row in ("amp_with_an_inf_on_one_rank", "uneven_amp")
     },
     **{(engine, _UNUSED): "find_unused_parameters=True" for engine in ("ddp", "ddp_views", "replicate", "ddp_fsdp2")},
-    # A rank that has never had an item cannot repeat its last.
+    ("ddp_static", "no_sync_then_sync_gradients"): "first synchronisation of a DDP with static_graph=True",
+    # A rank that has never had an item cannot repeat its last. The first backward of a static graph takes all ranks.
+    ("ddp_static", "uneven_over_from_nothing"): r"needs at least one item in step.over, .*, but rank 0.* has none",
     **{
         (engine, row): error
         for engine in HOMES
@@ -119,6 +121,7 @@ _WHY_NOT: dict[tuple[str, str], str] = {
         for engine in HOMES
         if engine.startswith("fsdp1")
     },
+    ("ddp_static", "no_sync_then_backward"): "torch's static graph has to synchronise its very first backward",
     ("ddp_static", "a_parameter_used_only_early"): "a static graph is the same in each backward",
 }
 

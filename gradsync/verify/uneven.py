@@ -69,7 +69,9 @@ class Uneven(Run):
                     self.step(self.home.model, self.optimizer, index)
             called = [sum((rank, i) not in passed for i in range(length)) for rank, length in enumerate(lengths)]
             wanted = self.replays_of(called)
-            need(-self.left == wanted, f"the last call was repeated {-self.left} times, not {wanted}")
+            # Ranks that know their lengths ask nothing, and may run more than was needed where items have no call.
+            enough = -self.left >= wanted if passed and sized else -self.left == wanted
+            need(enough, f"the last call was repeated {-self.left} times, not {wanted}")
 
     def replays_of(self, lengths: list[int]) -> int:
         """Where a forward communicates, all ranks run equally many."""
