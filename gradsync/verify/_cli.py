@@ -12,7 +12,7 @@ import torch
 
 from gradsync.launch.device import default_backend
 from gradsync.verify._arguments import parse
-from gradsync.verify._job import Job, Place
+from gradsync.verify._job import RANK, Job, Place
 from gradsync.verify._meeting import Meeting
 from gradsync.verify._report import Report, Tried, as_json, as_markdown, as_text
 from gradsync.verify.homes import HOMES
@@ -25,18 +25,17 @@ if TYPE_CHECKING:
     from gradsync.verify._job import Wrong
 
 
-def main(argv: Sequence[str]) -> int:
-    """Try what the arguments ask for, print the table, and return the exit code."""
+def main(argv: Sequence[str], command: Sequence[str] = RANK) -> int:
+    """Try what the arguments ask for, print the table, and return the exit code; `command` starts a rank."""
     options = parse(argv)
     meeting = Meeting.of_torchrun()
     report = Report([name for name in ROWS if not options.promise or name in options.promise])
     shown = _Progress()
     try:
-        for size, engines in _engines(options, meeting).items():
-            why = _why_not(options, meeting, size)
-            if why is not None:
-                report.leave_out(engines, why)
-                continue
+        for size, asked in _engines(options, meeting).items():
+            whys = {engine: _why_not(options, meeting, size, engine) for engine in asked}
+            report.left_out |= {engine: why for engine, why in whys.items() if why is not None}
+            engines = [engine for engine, why in whys.items() if why is None]
             cells = [(engine, row) for engine in engines for row in report.rows if CELLS[engine, row].why_not is None]
             job = Job(
                 size,
@@ -46,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
                 options.limit,
                 f"{'' if meeting is None else meeting.attempt}/{size}",
                 None if meeting is None or size == 1 else meeting.address,
+                command,
             )
             report.engines += engines
             if meeting is None or size > 1 or meeting.place.rank == 0:
@@ -73,21 +73,24 @@ def _engines(options: argparse.Namespace, meeting: Meeting | None) -> dict[int, 
     several = options.ranks if meeting is None else meeting.size
     found: dict[int, list[str]] = {}
     for name, column in HOMES.items():
-        asked = name in options.engine if options.engine else options.full or not column.is_variant
         size = 1 if column.ranks == 1 else several
+        asked = name in options.engine if options.engine else options.full or not column.is_variant
         if meeting is None and column.ranks > size:
-            size = column.ranks  # more processes are to be had here
+            size = column.ranks  # more processes are to be had here, and take longer
             asked = asked and (options.full or bool(options.engine))
         if asked:
             found.setdefault(size, []).append(name)
     return found
 
 
-def _why_not(options: argparse.Namespace, meeting: Meeting | None, size: int) -> str | None:
-    """Why engines cannot be tried on so many ranks."""
-    if meeting is not None and size > 1:
-        return None
-    if options.device == "cpu" or not torch.accelerator.is_available() or size == 1:
+def _why_not(options: argparse.Namespace, meeting: Meeting | None, size: int, engine: str) -> str | None:
+    """Why an engine cannot be tried on so many ranks."""
+    needed = HOMES[engine].ranks
+    if size < needed:
+        return f"it needs {needed} ranks, and there are {size}"
+    if needed == 4 and size % 2:
+        return f"it needs an even number of ranks, and there are {size}"
+    if size == 1 or meeting is not None or options.device == "cpu" or not torch.accelerator.is_available():
         return None
     count, kind = torch.accelerator.device_count(), torch.accelerator.current_accelerator()
     if default_backend() == "gloo" or count >= size:

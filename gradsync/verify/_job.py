@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     Wrong = list[tuple[int, str]]
     """What was off, by rank; empty where a promise holds."""
 
+RANK = (sys.executable, "-m", "gradsync.verify._rank")
+"""The program of a rank, which gets its task."""
+
 _PAUSE = 0.05
 _STARTING = 300.0  # seconds until the first cell: torch is imported, and ranks on other hosts are waited for
 # What torchrun says to its own processes, and must not say to the ranks that these start.
@@ -47,7 +50,7 @@ class Job:
     name: str
     meeting: str | None = None
     """Where ranks of several processes meet; one process's own meet in a file."""
-    command: Sequence[str] = (sys.executable, "-m", "gradsync.verify._rank")
+    command: Sequence[str] = RANK
     machine: dict[str, str] = field(default_factory=dict)
     """The device and the backend, once they are known."""
 
@@ -89,8 +92,7 @@ class Job:
                         note(self.cells[number], [(rank, text) for rank, text in line["wrong"]])
             if not running:
                 break
-            dead = [child for child in children if child.has_died]
-            if dead:
+            if any(child.died_by_itself for child in children):
                 _wait(running, GRACE)
                 for child in running:
                     child.end()
@@ -98,7 +100,8 @@ class Job:
                 if child.silent_for > (_STARTING if child.is_starting else 2 * (self.limit + 2 * GRACE)):
                     child.end()
             time.sleep(_PAUSE)
-        died = [(child.place.rank, child.last_words()) for child in children if child.has_died]
+        died = [(child.place.rank, child.last_words()) for child in children if child.died_by_itself]
+        died += [(child.place.rank, child.last_words()) for child in children if child.ended_by_us]
         if failed is None and died and all(child.is_starting for child in children):
             failed = died[0][1]
         if failed is not None:
@@ -121,7 +124,7 @@ class _Child:
         self._read = 0
         self._heard = time.monotonic()
         self.is_starting = True
-        self._ended_by_us = False
+        self.ended_by_us = False
 
     @classmethod
     def start(cls, task: Task, place: Place, folder: Path, command: Sequence[str]) -> _Child:
@@ -149,9 +152,9 @@ class _Child:
         return self._process.poll() is None
 
     @property
-    def has_died(self) -> bool:
+    def died_by_itself(self) -> bool:
         """Whether it ended without a word of how its cell ended."""
-        return self._process.poll() not in (None, 0, AGAIN)
+        return not self.ended_by_us and self._process.poll() not in (None, 0, AGAIN)
 
     @property
     def silent_for(self) -> float:
@@ -173,7 +176,7 @@ class _Child:
 
     def last_words(self) -> str:
         """How it ended, where it did so by itself."""
-        if self._ended_by_us:
+        if self.ended_by_us:
             return "it said nothing any more, and was ended"
         code = self._process.returncode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -182,7 +185,7 @@ class _Child:
     def end(self) -> None:
         """End the process, if it is still there."""
         if self.is_running:
-            self._ended_by_us = True
+            self.ended_by_us = True
             with suppress(ProcessLookupError, PermissionError):  # ended just now
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from gradsync.verify._job import Wrong
 
+_OF_ANOTHER = ("it hangs", "nothing came", "it said nothing")  # often the consequence of what another rank says
 _LONGEST = 300  # characters of what was off, in a table
 
 
@@ -33,10 +34,7 @@ class Report:
     tried: dict[tuple[str, str], Tried] = field(default_factory=dict)
     machines: dict[int, dict[str, str]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
-
-    def leave_out(self, engines: Sequence[str], why: str) -> None:
-        """These cannot be tried here."""
-        self.left_out |= dict.fromkeys(engines, why)
+    """Engines that cannot be tried here, and why."""
 
     @property
     def wrong(self) -> list[tuple[str, str, Wrong]]:
@@ -140,7 +138,7 @@ def _left_out(report: Report) -> list[str]:
 def _told(report: Report) -> list[str]:
     lines = []
     for engine, row, wrong in report.wrong:
-        rank, text = wrong[0]
+        rank, text = min(wrong, key=lambda one: one[1].startswith(_OF_ANOTHER))
         first = text.partition("\n")[0][:_LONGEST]
         others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         lines.append(f"✗ {HOMES[engine].title}, {ROWS[row].title}: rank {rank}{others}: {first}")

@@ -87,21 +87,18 @@ _ERRORS: dict[tuple[str, str], str] = {
     **{(engine, _UNUSED): "find_unused_parameters=True" for engine in ("ddp", "ddp_views", "replicate", "ddp_fsdp2")},
     ("ddp_static", "no_sync_then_sync_gradients"): "first synchronisation of a DDP with static_graph=True",
     # A rank that has never had an item cannot repeat its last. The first backward of a static graph takes all ranks.
-    ("ddp_static", "uneven_over_from_nothing"): r"needs at least one item in step.over, .*, but rank 0.* has none",
+    ("ddp_static", "uneven_over_from_nothing"): r"needs at least one item in step.over .*, but rank 0.* has none",
     **{
         (engine, row): error
         for engine in HOMES
         if engine not in _SILENT
         for row, error in (
-            ("uneven_over_from_nothing", r"needs at least one item in step.over, .*, but rank 0.* has none"),
-            (
-                "uneven_skip_first",
-                r"first micro-batch of step must be a good one .*, but rank \d+ dropped it",
-            ),
+            ("uneven_over_from_nothing", r"needs at least one item in step.over .*, but rank 0.* has none"),
+            ("uneven_skip_first", r"first micro-batch of step must be a good one .*, but rank \d+ dropped it"),
         )
     },
     **{
-        (engine, "uneven_iterator_from_nothing"): r"needs at least one item in sync_every, .*, but rank 0.* has none"
+        (engine, "uneven_iterator_from_nothing"): r"needs at least one item in sync_every .*, but rank 0.* has none"
         for engine in HOMES
         if engine != "none"
     },
