@@ -21,12 +21,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "under torchrun, run it with `torchrun ... -m gradsync verify`, it has one for each of torchrun's. The exit code "
         "is 0 if all promises hold, else 1.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="engines:\n" + _listed({name: column.title for name, column in HOMES.items()}) + "\n\npromises:\n"
+        epilog="engines:\n"
+        + _listed({name: column.title for name, column in HOMES.items()})
+        + "\n\npromises:\n"
         # argparse replaces nothing in an epilog, and so a % is one
         + _listed({name: row.title for name, row in ROWS.items()}),
     )
     parser.add_argument("--full", action="store_true", help="variants of engines too, and those that need 4 ranks")
-    parser.add_argument("--engine", action="append", choices=list(HOMES), metavar="NAME", help="this one; several may come")
+    parser.add_argument(
+        "--engine", action="append", choices=list(HOMES), metavar="NAME", help="this one; several may come"
+    )
     parser.add_argument(
         "--promise", action="append", choices=list(ROWS), metavar="NAME", help="this one; several may come"
     )

@@ -65,7 +65,16 @@ class Job:
         with tempfile.TemporaryDirectory(prefix="gradsync-verify-") as name:
             folder = Path(name)
             task = Task(
-                0, self.size, 0, self.device, self.cells, start, self.limit, self.meeting or f"{folder}/store", self.name, ""
+                0,
+                self.size,
+                0,
+                self.device,
+                self.cells,
+                start,
+                self.limit,
+                self.meeting or f"{folder}/store",
+                self.name,
+                "",
             )
             children = [_Child.start(task, place, folder, self.command) for place in self.mine]
             try:
@@ -74,9 +83,7 @@ class Job:
                 for child in children:
                     child.end()
 
-    def _follow(
-        self, children: list[_Child], start: int, note: Callable[[tuple[str, str], Wrong], None]
-    ) -> int:
+    def _follow(self, children: list[_Child], start: int, note: Callable[[tuple[str, str], Wrong], None]) -> int:
         current, done = start, start - 1
         failed: str | None = None
         while True:

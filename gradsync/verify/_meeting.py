@@ -34,7 +34,7 @@ class Meeting:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=holds, wait_for_workers=False, timeout=timedelta(seconds=300), multi_tenant=True
         )
         attempt = f"gradsync verify/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

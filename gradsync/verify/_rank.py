@@ -82,7 +82,11 @@ class Rank:
         import torch.distributed as dist
 
         from gradsync.launch.device import default_backend, device_of
+        from gradsync.verify import table
 
+        self._table = table  # imported here, where no cell's time runs yet
+        if any("fsdp" in engine or "hsdp" in engine for engine, _ in task.cells):
+            import torch.distributed.fsdp  # noqa: F401 - for the same reason
         torch.set_num_threads(1)
         self._task = task
         self._lock = threading.Lock()
@@ -106,15 +110,13 @@ class Rank:
         """What was off, by rank; empty if the promise holds on all."""
         import torch
 
-        from gradsync.verify.table import CELLS, try_cell
-
         watchdog = threading.Timer(self._task.limit, self._hangs, (number, threading.get_ident(), say))
         watchdog.daemon = True
         watchdog.start()
         engine, row = self._task.cells[number]
         torch.manual_seed(0)
         try:
-            try_cell(engine, CELLS[engine, row], self.device)
+            self._table.try_cell(engine, self._table.CELLS[engine, row], self.device)
             outcome = ""
         except Exception as error:  # noqa: BLE001 - all that goes wrong is the cell's
             outcome = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
@@ -158,9 +160,9 @@ def _store(task: Task, what: str) -> Any:
     host, _, port = task.meeting.rpartition(":")
     limit = timedelta(seconds=_STARTING)
     if port.isdigit():
-        store: Any = dist.TCPStore(host, int(port), is_master=False, timeout=limit)
+        store: Any = dist.TCPStore(host, int(port), is_master=False, timeout=limit)  # type: ignore[attr-defined]
     else:
-        store = dist.FileStore(f"{task.meeting}-{what}-{task.start}", task.size)
+        store = dist.FileStore(f"{task.meeting}-{what}-{task.start}", task.size)  # type: ignore[attr-defined]
         store.set_timeout(limit)
     return dist.PrefixStore(f"{task.name}/{task.start}/{what}", store)  # type: ignore[attr-defined]
 

@@ -11,7 +11,7 @@ from gradsync.verify.homes import HOMES
 from gradsync.verify.table import CELLS, ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from gradsync.verify._job import Wrong
 
@@ -78,7 +78,11 @@ def as_json(report: Report, facts: Mapping[str, str]) -> str:
     for engine in report.engines:
         for row in report.rows:
             cell, tried = CELLS[engine, row], report.tried.get((engine, row))
-            told: dict[str, Any] = {"engine": engine, "promise": row, "holds": None if tried is None else not tried.wrong}
+            told: dict[str, Any] = {
+                "engine": engine,
+                "promise": row,
+                "holds": None if tried is None else not tried.wrong,
+            }
             if cell.why_not is not None:
                 told["why_not"] = cell.why_not
             if cell.error is not None:

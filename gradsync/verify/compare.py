@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-class Off(AssertionError):
+class Off(AssertionError):  # noqa: N818 - reads as a word where it is told of
     """What came is not what had to come."""
 
 
@@ -24,7 +24,8 @@ def difference(got: torch.Tensor | None, expected: torch.Tensor | None, toleranc
     """How a tensor or None is not the one expected, or None where it is.
 
     Values may be off by `tolerance` times the largest of the expected (a gradient is a sum of parts that cancel, whose
-    rounding is that of its largest), and by a hundredth of it in any case: where zeros are expected, that alone is left.
+    rounding is that of its largest), and by a hundredth of it in any case: where zeros are expected,
+    that alone is left.
     """
     if got is None or expected is None:
         return None if got is expected else f"it is {_told(got)}, not {_told(expected)}"

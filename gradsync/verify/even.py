@@ -200,7 +200,10 @@ def no_sync_then_backward(home: Home) -> None:
     states: list[Any] = []
     for start in (0, 3):
         for index in range(start, start + 3):
-            with gradsync.no_sync(home.model, enabled=index % 3 < 2), gradsync.no_sync(home.model, enabled=index % 3 < 1):
+            with (
+                gradsync.no_sync(home.model, enabled=index % 3 < 2),
+                gradsync.no_sync(home.model, enabled=index % 3 < 1),
+            ):
                 (mean_of(home.model(data_of(home, index))) / 3).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -226,4 +229,3 @@ def a_parameter_used_only_early(home: Home) -> None:
         return torch.stack([mean_of(model(data(*i), only_first=i[1] % 3 > 1)) for i in items]).sum() / len(items)
 
     compare(home, run.states, reference(home, [range(3), range(3, 6)], weigh))
-

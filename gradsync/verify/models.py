@@ -21,7 +21,7 @@ class Trap(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """The gradient, or the error."""
         if ctx.error is not None:
             raise ctx.error
@@ -32,14 +32,18 @@ class Poison(torch.autograd.Function):
     """Zero, with a gradient of inf."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG004
+    def forward(ctx: FunctionCtx, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
         """Zeros."""
         return torch.zeros_like(x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG004
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
         """Infinity."""
         return torch.full_like(gradient, float("inf"))
+
+
+def _applied(function: Any, *args: Any) -> torch.Tensor:
+    return cast("torch.Tensor", function.apply(*args))
 
 
 class Block(nn.Module):
@@ -54,14 +58,14 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, poison: bool = False) -> torch.Tensor:  # noqa: FBT001, FBT002 - FSDP wraps it
         """With `poison`, the gradient of one element is inf."""
         if self.fails == "backward":
-            x = cast("torch.Tensor", Trap.apply(x, ArithmeticError("in backward")))
+            x = _applied(Trap, x, ArithmeticError("in backward"))
         if self.fails == "forward":
             raise ArithmeticError("in forward")
         x = x + self.down(torch.tanh(self.up(x)))
         if poison:  # one element of one parameter: on a sharded engine, one rank's
             weight: Any = self.up.weight
             weight = weight.to_local() if hasattr(weight, "to_local") else weight
-            x = x + Poison.apply(weight[0, 0])
+            x = x + _applied(Poison, weight[0, 0])
         return x
 
 

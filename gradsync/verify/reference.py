@@ -91,5 +91,5 @@ def updates(
         with torch.no_grad():
             for p, g in zip(parameters, grads, strict=True):
                 if g is not None:
-                    p -= lr * (g + decay * p)
+                    p.sub_(lr * (g + decay * p))
         yield grads, norm

@@ -45,9 +45,7 @@ def windows_of(epochs: list[list[int]]) -> list[list[Item]]:
 class Uneven(Run):
     """Parameters are noted in the updates, which ranks of unequal length have in common. A replay's loss is a NaN."""
 
-    def __init__(
-        self, home: Home, loss: Callable[[torch.Tensor, int], Any] | None = None, **options: Any
-    ) -> None:
+    def __init__(self, home: Home, loss: Callable[[torch.Tensor, int], Any] | None = None, **options: Any) -> None:
         self.left = 0  # calls to come for this rank's own items
         weigh = loss or (lambda output, _: mean_of(output))
 
@@ -99,7 +97,9 @@ def uneven_over_that_passes_over_items(home: Home) -> None:
     windows: list[list[Item]] = []
     for passed in ({(0, 0), (0, 4), (1, 2)}, {(0, 3), (0, 4), (1, 7), (1, 6)}):
         run.epochs([epoch], passed)
-        called = [[index for index in range(length) if (rank, index) not in passed] for rank, length in enumerate(epoch)]
+        called = [
+            [index for index in range(length) if (rank, index) not in passed] for rank, length in enumerate(epoch)
+        ]
         windows += [[(rank, called[rank][i]) for rank, i in window] for window in windows_of([[*map(len, called)]])]
     compare(home, run.states, reference(home, windows))
 
@@ -207,4 +207,3 @@ def _iterate_uneven(home: Home, backward: Callable[[Any, torch.Tensor], object],
 def uneven_iterator_from_nothing(home: Home) -> None:
     for micro, index in gradsync.sync_every(home.model, 3, range(2 if home.rank else 0)):
         micro.backward(mean_of(home.model(data_of(home, index))))
-
