@@ -18,7 +18,6 @@ from gradsync._errors import GradSyncError
 from gradsync.engines._ddp import DDPEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
 
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel

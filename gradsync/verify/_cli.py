@@ -12,7 +12,8 @@ import torch
 
 from gradsync.launch.device import default_backend
 from gradsync.verify._arguments import parse
-from gradsync.verify._job import RANK, Job, Place
+from gradsync.verify._child import Place
+from gradsync.verify._job import RANK, Job
 from gradsync.verify._meeting import Meeting
 from gradsync.verify._report import Report, Tried, as_json, as_markdown, as_text
 from gradsync.verify.homes import HOMES

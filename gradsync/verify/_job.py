@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from gradsync.verify._rank import AGAIN, GRACE, Task
+from gradsync.verify._child import Child
+from gradsync.verify._rank import GRACE, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
+
+    from gradsync.verify._child import Place
 
     Wrong = list[tuple[int, str]]
     """What was off, by rank; empty where a promise holds."""
@@ -27,15 +25,6 @@ RANK = (sys.executable, "-m", "gradsync.verify._rank")
 
 _PAUSE = 0.05
 _STARTING = 300.0  # seconds until the first cell: torch is imported, and ranks on other hosts are waited for
-# What torchrun says to its own processes, and must not say to the ranks that these start.
-_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-class Place(NamedTuple):
-    """A rank that this process starts."""
-
-    rank: int
-    local_rank: int
 
 
 @dataclass
@@ -76,131 +65,68 @@ class Job:
                 self.name,
                 "",
             )
-            children = [_Child.start(task, place, folder, self.command) for place in self.mine]
+            children = [Child.start(task, place, folder, self.command) for place in self.mine]
             try:
                 return self._follow(children, start, note)
             finally:
                 for child in children:
                     child.end()
 
-    def _follow(self, children: list[_Child], start: int, note: Callable[[tuple[str, str], Wrong], None]) -> int:
-        current, done = start, start - 1
-        failed: str | None = None
+    def _follow(self, children: list[Child], start: int, note: Callable[[tuple[str, str], Wrong], None]) -> int:
+        heard = _Heard(start)
         while True:
             running = [child for child in children if child.is_running]
             for child in children:
                 for line in child.lines():
-                    failed = line.get("failed", failed)
                     self.machine |= {key: line[key] for key in ("device", "backend") if line.get(key)}
-                    current = max(current, line.get("begins", current))
-                    number = line.get("cell", done)
-                    if number > done:
-                        done = number
-                        note(self.cells[number], [(rank, text) for rank, text in line["wrong"]])
+                    if heard.ends_a_cell(line):
+                        note(self.cells[heard.done], [(rank, text) for rank, text in line["wrong"]])
             if not running:
                 break
-            if any(child.died_by_itself for child in children):
-                _wait(running, GRACE)
-                for child in running:
-                    child.end()
-            for child in running:
-                if child.silent_for > (_STARTING if child.is_starting else 2 * (self.limit + 2 * GRACE)):
-                    child.end()
+            self._end_silent(children, running)
             time.sleep(_PAUSE)
         died = [(child.place.rank, child.last_words()) for child in children if child.died_by_itself]
         died += [(child.place.rank, child.last_words()) for child in children if child.ended_by_us]
-        if failed is None and died and all(child.is_starting for child in children):
-            failed = died[0][1]
-        if failed is not None:
-            for cell in self.cells[done + 1 :]:
-                note(cell, [(self.mine[0].rank, failed)])
+        if died and all(child.is_starting for child in children):
+            heard.failed = heard.failed or died[0][1]
+        if heard.failed is not None:
+            for cell in self.cells[heard.done + 1 :]:
+                note(cell, [(self.mine[0].rank, heard.failed)])
             return len(self.cells)
-        if done < current or done < start:
-            note(self.cells[current], died or [(self.mine[0].rank, "its ranks ended without a word")])
-        return max(current, done) + 1
+        if heard.done < heard.current:
+            note(self.cells[heard.current], died or [(self.mine[0].rank, "its ranks ended without a word")])
+        return heard.current + 1
+
+    def _end_silent(self, children: list[Child], running: list[Child]) -> None:
+        """End ranks that cannot get further: one of them has died, or they say nothing any more."""
+        if any(child.died_by_itself for child in children):
+            _wait(running, GRACE)
+            for child in running:
+                child.end()
+        for child in running:
+            if child.silent_for > (_STARTING if child.is_starting else 2 * (self.limit + 2 * GRACE)):
+                child.end()
 
 
-class _Child:
-    """One rank's process."""
+class _Heard:
+    """How far the ranks of one attempt say that they are."""
 
-    def __init__(self, place: Place, process: subprocess.Popen[bytes], said: Path, log: Path) -> None:
-        self.place = place
-        self._process = process
-        self._said = said
-        self._log = log
-        self._read = 0
-        self._heard = time.monotonic()
-        self.is_starting = True
-        self.ended_by_us = False
+    def __init__(self, start: int) -> None:
+        self.current = start  # the cell that is being tried,
+        self.done = start - 1  # and the last of which it is known how it ended
+        self.failed: str | None = None  # why no cell can be tried
 
-    @classmethod
-    def start(cls, task: Task, place: Place, folder: Path, command: Sequence[str]) -> _Child:
-        said, log = folder / f"said{place.rank}", folder / f"log{place.rank}"
-        said.touch()
-        mine = replace(task, rank=place.rank, local_rank=place.local_rank, said=str(said))
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if key not in _OF_TORCHRUN and not key.startswith("TORCHELASTIC")
-        }
-        with log.open("wb") as output:
-            process = subprocess.Popen(  # noqa: S603 - this Python, on a module of our own
-                (*command, mine.dump()),
-                env={"OMP_NUM_THREADS": "1", **environment},
-                stdin=subprocess.PIPE,  # held open: a rank ends when it closes
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which ends its ranks
-            )
-        return cls(place, process, said, log)
-
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def died_by_itself(self) -> bool:
-        """Whether it ended without a word of how its cell ended."""
-        return not self.ended_by_us and self._process.poll() not in (None, 0, AGAIN)
-
-    @property
-    def silent_for(self) -> float:
-        return time.monotonic() - self._heard
-
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """What it has said since the last look."""
-        with self._said.open() as said:
-            said.seek(self._read)
-            whole, _, _ = said.read().rpartition("\n")
-        if not whole:
-            return
-        self._read += len(whole.encode()) + 1
-        self._heard = time.monotonic()
-        for line in whole.splitlines():
-            told: dict[str, Any] = json.loads(line)
-            self.is_starting = self.is_starting and "begins" not in told
-            yield told
-
-    def last_words(self) -> str:
-        """How it ended, where it did so by itself."""
-        if self.ended_by_us:
-            return "it said nothing any more, and was ended"
-        code = self._process.returncode
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return "\n".join([f"its process {how}", *self._log.read_text(errors="replace").splitlines()[-10:]])
-
-    def end(self) -> None:
-        """End the process, if it is still there."""
-        if self.is_running:
-            self.ended_by_us = True
-            with suppress(ProcessLookupError, PermissionError):  # ended just now
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+    def ends_a_cell(self, line: dict[str, Any]) -> bool:
+        """Take note; whether it tells for the first time how a cell ended."""
+        self.failed = line.get("failed", self.failed)
+        self.current = max(self.current, line.get("begins", self.current))
+        number = line.get("cell", self.done)
+        ends = number > self.done
+        self.done = max(self.done, number)
+        return bool(ends)
 
 
-def _wait(children: Sequence[_Child], seconds: float) -> None:
+def _wait(children: Sequence[Child], seconds: float) -> None:
     end = time.monotonic() + seconds
     while any(child.is_running for child in children) and time.monotonic() < end:
         time.sleep(_PAUSE)

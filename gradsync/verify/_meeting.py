@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from gradsync.verify._job import Place
+from gradsync.verify._child import Place
 
 _LEAVING = 60.0  # seconds for the slowest rank to come to its end
 

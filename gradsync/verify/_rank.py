@@ -86,7 +86,7 @@ class Rank:
 
         self._table = table  # imported here, where no cell's time runs yet
         if any("fsdp" in engine or "hsdp" in engine for engine, _ in task.cells):
-            import torch.distributed.fsdp  # noqa: F401 - for the same reason
+            import torch.distributed.fsdp  # for the same reason
         torch.set_num_threads(1)
         self._task = task
         self._lock = threading.Lock()

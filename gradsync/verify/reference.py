@@ -55,6 +55,7 @@ def states(
     model: nn.Module,
     windows: Iterable[Any],
     loss_of_window: Callable[[nn.Module, Any], torch.Tensor | None],
+    *,
     lr: float = 0.1,
     decay: float = 0.0,
     clip: float | None = None,
@@ -62,7 +63,7 @@ def states(
     """The parameters by name after each update; with `clip`, before each the norm that was clipped."""
     model = copy.deepcopy(model)
     found: list[State | torch.Tensor] = []
-    for _, norm in updates(model, windows, loss_of_window, lr, decay, clip):
+    for _, norm in updates(model, windows, loss_of_window, lr=lr, decay=decay, clip=clip):
         found += [] if clip is None else [norm]
         found.append({name: p.detach().clone() for name, p in model.named_parameters()})
     return found
@@ -72,6 +73,7 @@ def updates(
     model: nn.Module,
     windows: Iterable[Any],
     loss_of_window: Callable[[nn.Module, Any], torch.Tensor | None],
+    *,
     lr: float,
     decay: float = 0.0,
     clip: float | None = None,

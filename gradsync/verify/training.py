@@ -45,7 +45,9 @@ def reference(
         return torch.stack([mean_of(model(data(*item))) for item in items]).sum() / len(items)
 
     model = net(unused=any("unused" in name for name in home.full()))
-    return states(model, [items_of(window, home.size) for window in windows], weigh or mean, LR, DECAY, clip)
+    return states(
+        model, [items_of(window, home.size) for window in windows], weigh or mean, lr=LR, decay=DECAY, clip=clip
+    )
 
 
 def items_of(window: Iterable[int | Item], num_ranks: int) -> list[Item]:

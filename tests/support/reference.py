@@ -30,4 +30,4 @@ def train(model: nn.Module, windows, loss_of_window, lr: float = 0.1) -> tuple[l
     whole window's loss, or None for no update.
     """
     model = copy.deepcopy(model)
-    return [grads for grads, _ in updates(model, windows, loss_of_window, lr)], model
+    return [grads for grads, _ in updates(model, windows, loss_of_window, lr=lr)], model
