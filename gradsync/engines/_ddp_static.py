@@ -73,8 +73,8 @@ class StaticEngine(DDPEngine):
         if self._owes_first:
             raise GradSyncError(
                 "The first synchronisation of a DDP with static_graph=True must be that of a backward, in which it "
-                "learns what the graph is, but gradients are to be synchronised that were all held back. Synchronise in "
-                "the backward of the first window, or leave static_graph out."
+                "learns what the graph is, but gradients are to be synchronised that were all held back. Synchronise "
+                "in the backward of the first window, or leave static_graph out."
             )
         used = self._reducer._get_local_used_map().tolist()  # of the first synchronisation, and so of every one
         # A communication hook averages; without one the reducer divides before it sums.

@@ -17,8 +17,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gradsync verify",
         description="Tries gradsync's promises on each engine, on the devices, the backend and the torch of this "
-        "machine, and compares the parameters after each update with one big batch in float64. It starts its ranks by itself; "
-        "under torchrun (`torchrun ... -m gradsync verify`) it has one for each of torchrun's. The exit code "
+        "machine, and compares the parameters after each update with one big batch in float64. It starts its ranks by "
+        "itself; under torchrun (`torchrun ... -m gradsync verify`) it has one for each of torchrun's. The exit code "
         "is 0 if all promises hold, else 1.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="engines:\n"

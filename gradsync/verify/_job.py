@@ -24,6 +24,7 @@ RANK = (sys.executable, "-m", "gradsync.verify._rank")
 """The program of a rank, which gets its task."""
 
 _PAUSE = 0.05
+_AFTER_A_DEATH = 1.0  # seconds that the other ranks have left
 _STARTING = 300.0  # seconds until the first cell: torch is imported, and ranks on other hosts are waited for
 
 
@@ -100,7 +101,7 @@ class Job:
     def _end_silent(self, children: list[Child], running: list[Child]) -> None:
         """End ranks that cannot get further: one of them has died, or they say nothing any more."""
         if any(child.died_by_itself for child in children):
-            _wait(running, GRACE)
+            _wait(running, _AFTER_A_DEATH)
             for child in running:
                 child.end()
         for child in running:
