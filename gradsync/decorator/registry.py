@@ -57,6 +57,11 @@ class Registry:
         self._loaded: dict[Key, list[dict[str, Any]]] = {}  # states that wait for their window's first call,
         self._loaded_latest: dict[Key, int | None] = {}  # and which of a function's was called last
 
+    @property
+    def settings(self) -> Settings:
+        """What the function was decorated with."""
+        return self._settings
+
     def call(
         self, function: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
