@@ -199,17 +199,17 @@ class Registry:
 
     def forget(self, key: Key) -> None:
         """An instance is gone: another one may get its id."""
-        for own, call in self._calls:
-            if own == key:
-                self._warn_if_open(call)
+        gone = [call for own, call in self._calls if own == key]
         self._calls = [(own, call) for own, call in self._calls if own != key]
         for table in (self._latest, self._loaded, self._loaded_latest):
             table.pop(key, None)  # type: ignore[attr-defined]
+        for call in gone:
+            self._warn_if_open(call)  # which may raise, where warnings are errors
 
     def _drop(self, call: Call) -> None:
         """An optimizer is gone, and its windows with it."""
-        self._warn_if_open(call)
         self._calls = [(key, one) for key, one in self._calls if one is not call]
+        self._warn_if_open(call)  # which may raise, where warnings are errors
 
     def _warn_if_open(self, call: Call) -> None:
         # After an error that ended the program, an open window says nothing new.
