@@ -78,7 +78,9 @@ class AuditContext:
 
         def __getattr__(self, name: str) -> Any:
             if hasattr(AuditReport, name):
-                raise GradSyncError(f"gradsync.audit(model, optimizer) has no {name}: what it counts is in its report. {_USE}")
+                raise GradSyncError(
+                    f"gradsync.audit(model, optimizer) has no {name}: what it counts is in its report. {_USE}"
+                )
             raise AttributeError(f"gradsync.audit(model, optimizer) has no attribute {name!r}. {_USE}")
 
 
