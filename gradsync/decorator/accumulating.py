@@ -134,7 +134,7 @@ class _Controls:
         return sorted({*super().__dir__(), *OWN, "__wrapped__"})
 
     def __repr__(self) -> str:
-        return representation(self.__wrapped__, self._registry.settings)  # type: ignore[attr-defined]
+        return representation(self.__wrapped__, self._registry.settings)
 
     # The docstring is the function's own. `help` looks past this method (since Python 3.9), and so finds `_HELP`, which
     # tells what else there is. Where it should cease to, it shows the function's own as well.
@@ -155,7 +155,7 @@ _SETTINGS = {*Settings.__dataclass_fields__, "model", "optimizer", "scheduler", 
 
 
 class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
-    __doc__ = _HELP  # type: ignore[assignment]
+    __doc__ = _HELP
     @property
     def _registry(self) -> Registry:
         return self._self_parent._self_registry  # type: ignore[no-any-return]
@@ -180,7 +180,7 @@ class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
 
 class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
     __bound_function_wrapper__ = _BoundAccumulating
-    __doc__ = _HELP  # type: ignore[assignment]
+    __doc__ = _HELP
 
     def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
         code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
