@@ -48,6 +48,7 @@ class Loop:
         self.num_calls = 0
         self.num_idle = 0  # items that no call came for
         self.is_superseded = False  # whether another loop of the same calls began before this one had ended
+        self.called_from: object = None  # where the last call came from, if items have been idle
         self.kept: dict[Run, Any] = {}  # what the last calls are made of, alive as long as the loop is
         self.called: list[Run] = []  # in the order of their first call
         self._length = length
