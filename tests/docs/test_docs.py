@@ -184,6 +184,11 @@ def test_the_relative_links_of_a_document_lead_somewhere(document: Path) -> None
     assert not missing
 
 
+def test_the_test_that_contributing_shows_is_run() -> None:
+    [shown] = [block.code for block in blocks((ROOT / "CONTRIBUTING.md").read_text()) if block.language == "python"]
+    assert Path(__file__).with_name("test_shown.py").read_text().strip().endswith(shown.strip())
+
+
 def test_the_documents_are_found() -> None:
     names = {document.name for document in DOCUMENTS}
     assert names >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "how-it-works.md", "recipes.md"}
