@@ -145,6 +145,7 @@ def problem(words: list[str]) -> str | None:
     for module in modules:
         if module.startswith(("gradsync", "tests")) and importlib.util.find_spec(module) is None:
             return f"there is no module {module}"
+    words = words[: words.index("--")] if "--" in words else words  # what follows is another program's
     scripts = [position for position, word in enumerate(words) if script_of(word) is not None]
     if scripts:
         known = options(script_of(words[scripts[-1]]))
@@ -283,6 +284,7 @@ def test_a_block_that_would_not_run_is_refused(language: str) -> None:
         ("-m tests.programs --programs 5", None),
         ("-m tests.programs --fast", "tests.programs has no option --fast"),
         ("-m tests.measure.speed --rounds 3", None),
+        ("-m tests.measure.speed -- -k fsdp2", None),
         ("-m pip install -e '.[test,nothing]'", "there is no extra nothing"),
     ],
 )
