@@ -199,7 +199,7 @@ class Registry:
                 self._warn_if_open(call)
         self._calls = [(own, call) for own, call in self._calls if own != key]
         for table in (self._latest, self._loaded, self._loaded_latest):
-            table.pop(key, None)  # type: ignore[attr-defined]
+            table.pop(key, None)
 
     def _drop(self, call: Call) -> None:
         """An optimizer is gone, and its windows with it."""

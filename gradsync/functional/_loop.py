@@ -324,7 +324,7 @@ class Loop:
         team = self._team
         differ = [twins_differ(group, share, team.parameters) for group in team.twins]
         shares = [Share.of(row) for row in self._send(replace(share, failed=float(any(differ)))).rows()]
-        apart = ranks_where(share.failed for share in shares)
+        apart = ranks_where(bool(share.failed) for share in shares)
         if apart:
             raise GradSyncError(
                 "All ranks of a tensor-parallel group must come to the same micro-batches, but those of data-parallel "
