@@ -57,6 +57,11 @@ class Registry:
         self._loaded: dict[Key, list[dict[str, Any]]] = {}  # states that wait for their window's first call,
         self._loaded_latest: dict[Key, int | None] = {}  # and which of a function's was called last
 
+    @property
+    def settings(self) -> Settings:
+        """What the function was decorated with."""
+        return self._settings
+
     def call(
         self, function: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -67,7 +72,7 @@ class Registry:
         latest = self._latest.get(key)
         call = None if latest is None else latest()
         if call is None or not call.has(participants):
-            call = self._find(instance, key, participants)
+            call = self._find(instance, key, participants, [*args, *kwargs.values()])
         if call.run.window is None:
             self._settings.casting.refuse_hidden(cast_of(participants), args, kwargs, self.name)
         loop = None
@@ -194,25 +199,25 @@ class Registry:
 
     def forget(self, key: Key) -> None:
         """An instance is gone: another one may get its id."""
-        for own, call in self._calls:
-            if own == key:
-                self._warn_if_open(call)
+        gone = [call for own, call in self._calls if own == key]
         self._calls = [(own, call) for own, call in self._calls if own != key]
         for table in (self._latest, self._loaded, self._loaded_latest):
             table.pop(key, None)
+        for call in gone:
+            self._warn_if_open(call)  # which may raise, where warnings are errors
 
     def _drop(self, call: Call) -> None:
         """An optimizer is gone, and its windows with it."""
-        self._warn_if_open(call)
         self._calls = [(key, one) for key, one in self._calls if one is not call]
+        self._warn_if_open(call)  # which may raise, where warnings are errors
 
     def _warn_if_open(self, call: Call) -> None:
         # After an error that ended the program, an open window says nothing new.
-        index, size = call.run.index, call.progress.size
+        index, size, told = call.run.index, call.progress.size, call.run.told is call.run.window
         if not index:
             return
         call.run.abandon()
-        if getattr(sys, "last_value", None) is None:
+        if not told and getattr(sys, "last_value", None) is None:
             warnings.warn_explicit(
                 f"{self.name} ended with a window open: {index} of {size} "
                 f"micro-batches were accumulated and never used. Iterate with {self.name}.over(...), or call "
@@ -224,9 +229,11 @@ class Registry:
     def _forget_read_ahead(self, instance: object) -> None:
         self._read_ahead.pop((get_ident(), None if instance is None else id(instance)), None)
 
-    def _find(self, instance: object, key: Key, participants: Sequence[object]) -> Call:
+    def _find(
+        self, instance: object, key: Key, participants: Sequence[object], came: Sequence[object] = ()
+    ) -> Call:
         cast = cast_of(participants)
-        check_cast(cast, self.name, is_method=instance is not None)
+        check_cast(cast, self.name, came, is_method=instance is not None)
         call = next((one for own, one in self._calls if own == key and one.is_for(cast, instance)), None)
         if call is None:
             call = self._make(instance, key, cast)

@@ -48,7 +48,7 @@ class _Touch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.num_parameters = len(parameters)
-        return parameters[0].new_zeros(())
+        return torch.zeros((), device=parameters[0].device)  # real, though a parameter may be complex
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, ...]:
