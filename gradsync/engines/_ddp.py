@@ -5,7 +5,7 @@ the forward to be its own. Here every forward runs held, and the reducer is arme
 boundary. Whatever the body called, a method, a sub-module, `ddp.module(x)`, the backward then reaches the parameters,
 and their hooks reach the reducer.
 
-All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/test_torch_internals.py`
+All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/engines/test_torch_ddp.py`
 fails when it changes): `ddp.reducer` with `prepare_for_forward`, `prepare_for_backward`, `_rebuild_buckets`,
 `_check_reducer_finalized`, `_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_reset_state`; and the
 attributes of DDP that are named below. Static graphs are in `_ddp_static.py`, and a rank that is alone in `_ddp_alone.py`.
