@@ -55,7 +55,7 @@ def _together(ranks, size: int, case: Callable, cases: list[tuple], limit: float
     """The values of as many cases as ran, each a list by rank."""
     if size == 1:
         return [[value] for value in _run_all(case, cases)]
-    outcomes = ranks(size).outcomes(_run_all, case, cases, limit=limit + len(cases))
+    outcomes = ranks(size).outcomes(_run_all, case, cases, limit=limit + 2 * len(cases))
     if not all(ok for ok, _ in outcomes):
         return []
     return [list(values) for values in zip(*(values for _, values in outcomes))]
