@@ -61,7 +61,7 @@ class DDPEngine(Engine):
         assert ddp.process_group is not None, "every DistributedDataParallel has one"
         super().__init__(ddp.process_group, ddp._module_parameters)
         self._ddp = ddp
-        self._sparse = _sparse_parameters(module or ddp.module)
+        self._sparse = _sparse_parameters(ddp.module if module is None else module)
         self._reduced = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
         self._shortcut = None if module is not None else _shortcut(ddp)
         self._watches: list[Any] = []  # hooks that tell whether the armed backward came by

@@ -48,6 +48,9 @@ def a_bystander_joins(run: Run) -> None:
     one, two = backbone_and_head(run)
     run.optimizer = run.sgd(two)
     run.train()
+    if run.how.startswith("accumulating"):
+        assert all(p.grad is None for p in one.parameters()), "gradients stay in a bystander"
+    one.zero_grad()  # by hand, and where no optimizer is known, it has those of all windows until now
     run.optimizer.add_param_group({"params": list(one.parameters())})
     run.train()
 
