@@ -1,7 +1,7 @@
 """What each engine can be asked: whether it has synchronised since the last time, and what is not synchronised now.
 
 All that the audit needs of torch's privates for this is in this file, and, where versions of torch differ, in
-`gradsync/engines/_torch.py`; `tests/test_audit.py` fails when it changes:
+`gradsync/engines/_torch.py`; `tests/audit/test_audit.py` fails when it changes:
 
 - DDP's reducer: `get_backward_stats()` is the time at which each parameter was last marked ready, in nanoseconds. The
   reducer marks them in a synchronising backward only, whoever armed it, whatever communication hook it runs, and in

@@ -1,7 +1,7 @@
 """What the engines touch of torch's privates: names, by engine and by what has them.
 
 Asked once, when the first engine of a kind is made, so that a torch that has changed says so before it is used; and by
-`tests/test_torch_internals.py`, with what is there only after a backward.
+`tests/engines/test_torch_ddp.py`, with what is there only after a backward.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 It is made as the first forward begins, from what `replicate` was told, and its switch is read there.
 
-Private in torch (read in torch 2.13; `tests/test_engines_torch.py` fails when it changes): of `replicate.state(module)`
-`lazy_init`, `_init_args`, `_ddp`, `_no_sync`, `_param_list`, `_param_names`.
+Private in torch (read in torch 2.13; `tests/engines/test_torch_sharded.py` fails when it changes): of
+`replicate.state(module)` `lazy_init`, `_init_args`, `_ddp`, `_no_sync`, `_param_list`, `_param_names`.
 """
 
 from __future__ import annotations

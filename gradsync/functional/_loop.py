@@ -48,6 +48,7 @@ class Loop:
         self.num_calls = 0
         self.num_idle = 0  # items that no call came for
         self.is_superseded = False  # whether another loop of the same calls began before this one had ended
+        self.called_from: object = None  # where the last call came from, if items have been idle
         self.kept: dict[Run, Any] = {}  # what the last calls are made of, alive as long as the loop is
         self.called: list[Run] = []  # in the order of their first call
         self._length = length
@@ -324,7 +325,7 @@ class Loop:
         team = self._team
         differ = [twins_differ(group, share, team.parameters) for group in team.twins]
         shares = [Share.of(row) for row in self._send(replace(share, failed=float(any(differ)))).rows()]
-        apart = ranks_where(share.failed for share in shares)
+        apart = ranks_where(bool(share.failed) for share in shares)
         if apart:
             raise GradSyncError(
                 "All ranks of a tensor-parallel group must come to the same micro-batches, but those of data-parallel "

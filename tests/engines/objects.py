@@ -89,7 +89,7 @@ def one_group_a_mesh() -> None:
     groups = dist.distributed_c10d._world.pg_map
     before = len(groups)
     found = [find([home.model])[0].group for _ in range(3)]
-    assert len(groups) == before + 1 and found[0] is found[1] is found[2]
+    assert len(groups) <= before + 1 and found[0] is found[1] is found[2]
     assert dist.get_process_group_ranks(found[0]) == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
     other = tensor_parallel(net(), replica=2, data=1)  # which makes groups of its own for its meshes
     before = len(groups)
