@@ -84,6 +84,12 @@ _ERRORS: dict[tuple[str, str], str] = {
         for engine in ("fsdp2_no_root", "ddp_fsdp2")
         for row in ("amp_with_an_inf_on_one_rank", "uneven_amp")
     },
+    # gradsync has put no engine there yet.
+    **{
+        (engine, row): "no_sync holds the gradients of an engine back, but nothing synchronises"
+        for engine in ("bare", "fsdp1_no_root", "fsdp2_no_root")
+        for row in _BY_HAND
+    },
     **{(engine, _UNUSED): "find_unused_parameters=True" for engine in ("ddp", "ddp_views", "replicate", "ddp_fsdp2")},
     ("ddp_static", "no_sync_then_sync_gradients"): "first synchronisation of a DDP with static_graph=True",
     # A rank that has never had an item cannot repeat its last. The first backward of a static graph takes all ranks.
@@ -106,11 +112,6 @@ _ERRORS: dict[tuple[str, str], str] = {
 
 # Where it means something else.
 _WHY_NOT: dict[tuple[str, str], str] = {
-    **{
-        (engine, row): "no_sync has nothing to hold where no engine is, and gradsync has put none there yet"
-        for engine in ("bare", "fsdp1_no_root", "fsdp2_no_root")
-        for row in _BY_HAND
-    },
     # Accumulating sees to that; a boundary of one's own has to.
     ("fsdp2_gathered", "no_sync_then_backward"): "parameters that stay gathered beyond an update are stale",
     **{

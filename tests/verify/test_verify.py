@@ -23,14 +23,14 @@ def asked(engines, promises) -> list[str]:
 
 def test_what_holds_is_said_and_the_exit_code_is_0(capfd):
     """One process and two ranks; a promise, an error that is one too, and what there is nothing to try of."""
-    promises = ["full_windows", "uneven_over", "uneven_iterator_from_nothing", "no_sync_then_backward"]
-    code = main([*asked(["none", "bare"], promises), "--json"])
+    promises = ["full_windows", "uneven_over", "no_sync_then_sync_gradients", "a_parameter_used_only_early"]
+    code = main([*asked(["none", "ddp_static"], promises), "--json"])
     told = json.loads(capfd.readouterr().out)
     assert code == 0 and told["holds"] is True
     assert [(one["ranks"], one["device"]) for one in told["on"]] == [(1, "cpu"), (2, "cpu")]
     assert told["on"][1]["backend"] == "gloo"
     holds = {(one["engine"], one["promise"]): one["holds"] for one in told["cells"]}
-    assert holds == {(e, p): None if (e, p) == ("bare", promises[3]) else True for e in ("none", "bare") for p in promises}
+    assert holds == {(e, p): None if (e, p) == ("ddp_static", promises[3]) else True for e in ("none", "ddp_static") for p in promises}
     assert [one["promise"] for one in told["cells"] if "why_not" in one] == [promises[3]]
 
 
