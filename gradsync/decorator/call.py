@@ -287,7 +287,7 @@ class Call:
             self.discard()  # the data ended at a boundary
             return
         team = window.team
-        closed, made = ClosedLosses(window.losses, closing), Update(stepped=False, grad_norm=None)
+        closed, made = ClosedLosses(window, closing), Update(stepped=False, grad_norm=None)
         optimizers = run.who.optimizers
         is_dropped = closing.factor is None or (settings.tail == "drop" and not closing.filled)
         self._updating = True
