@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from gradsync.decorator.call import Call
-
     from gradsync.functional import Steps
 
 VERSION = 2

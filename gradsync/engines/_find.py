@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 import torch.distributed as dist
+from torch import nn
 
 from gradsync import _registry
 from gradsync._errors import GradSyncError

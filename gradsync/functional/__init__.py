@@ -1,4 +1,4 @@
-'''What the decorator and the iterator are made of, for people who build a third.
+"""What the decorator and the iterator are made of, for people who build a third.
 
     item -> Loop -> Place -> Window -> Share -> Line -> engines -> Closing -> update
 
@@ -54,7 +54,7 @@ micro-batch run once more, and `run.repeat(place, loss)`.
 
 Smaller parts stand alone: arithmetic (`window_size`, `sizes`, `correction`), gradients (`normalise`, `clip`, `norm`,
 `all_finite`, `discard`), engines (`no_sync`, `sync_gradients`), the update (`update`), a whole loop (`sync_every`).
-'''
+"""
 
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
 from gradsync.functional._iterator import MicroStep, sync_every

@@ -222,7 +222,7 @@ class Both:
         self._outer.__enter__()
         self._inner.__enter__()
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._inner.__exit__(*exception)
         self._outer.__exit__(*exception)
 

@@ -263,4 +263,3 @@ class _StepWatch:
                 "optimizer.step() came on one that is held. Write: if step.last: optimizer.step(); "
                 "optimizer.zero_grad()."
             )
-

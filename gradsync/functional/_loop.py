@@ -154,7 +154,13 @@ class Loop:
         lefts = [share.left for share in self._shares]
         self._due = [left > 0 for left in lefts]
         self._planned = None
-        if self._in_step and not callable(run.terms.steps) and len(self.called) <= 1 and len(self._runs()) <= 1 and not any(left % 1 for left in lefts):
+        if (
+            self._in_step
+            and not callable(run.terms.steps)
+            and len(self.called) <= 1
+            and len(self._runs()) <= 1
+            and not any(left % 1 for left in lefts)
+        ):
             if max(lefts) >= window.size:
                 self._planned = window.size
             elif max(lefts) and all(share.once or not share.left for share in self._shares):
@@ -186,8 +192,10 @@ class Loop:
     def _all_know_the_end(self) -> bool:
         """Whether the ranks have told each other that nothing comes any more."""
         runs = self._known()
-        return len(runs) == 1 and runs[0].window is None and not any(
-            share.left or share.open != NOBODY for share in self._shares
+        return (
+            len(runs) == 1
+            and runs[0].window is None
+            and not any(share.left or share.open != NOBODY for share in self._shares)
         )
 
     def _close_alone(self) -> Iterator[Turn]:
@@ -271,7 +279,11 @@ class Loop:
         )
         insist_on_windows([one["windows"] for one in said])
         self._shares = [
-            Share(left=math.inf if one["left"] is None else one["left"], once=float(one["once"]), open=one["open"] or NOBODY)
+            Share(
+                left=math.inf if one["left"] is None else one["left"],
+                once=float(one["once"]),
+                open=one["open"] or NOBODY,
+            )
             for one in said
         ]
         anything = any(share.left for share in self._shares) or any(one["open"] for one in said)
@@ -346,7 +358,9 @@ class Loop:
         if len(closing) > 1:
             raise GradSyncError(
                 f"All ranks must come to the same windows of {self.name} in the same order, but "
-                + ", ".join(f"rank {r} is at number {int(s.closing)}" for r, s in enumerate(shares) if s.closing != NOBODY)
+                + ", ".join(
+                    f"rank {r} is at number {int(s.closing)}" for r, s in enumerate(shares) if s.closing != NOBODY
+                )
                 + " of those that the loop calls. Call the functions in one order on all ranks."
             )
 

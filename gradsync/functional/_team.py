@@ -63,7 +63,9 @@ class Team:
         watching = [m for m in models if not any(id(p) in theirs for p in m.parameters())]
         with WaitingFor(lambda: f"the first window of {name}, which makes the models equal"):
             engines = attach(trained, mine, lambda *those: _agree(name, *those))
-        self._set_engines(engines, Bystanders([p for m in watching for p in m.parameters()], find(watching)), shards=shards)
+        self._set_engines(
+            engines, Bystanders([p for m in watching for p in m.parameters()], find(watching)), shards=shards
+        )
         self.unowned = [p for p in self.parameters if id(p) not in ids] if optimizers else []
         self._flags = [p.requires_grad for p in self.parameters]
         self.has_sync_batchnorm = any(isinstance(m, nn.SyncBatchNorm) for model in models for m in model.modules())

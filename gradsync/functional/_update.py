@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._gradients import WHOLE, all_finite, clip, normalise
 from gradsync.functional._backward import named_range
+from gradsync.functional._gradients import WHOLE, all_finite, clip, normalise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -108,4 +108,3 @@ def device_of(group: dist.ProcessGroup, parameters: Sequence[torch.Tensor]) -> t
     if types[0] == "cpu":
         return torch.device("cpu")
     return torch.device(types[0], torch.accelerator.current_device_index())
-
