@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gradsync.functional import NonFinite, Steps, Terms
+from gradsync.parts import Fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gradsync.decorator.casting import Casting
+    from gradsync.parts import Cut
 
 Tail = Literal["step", "drop", "carry"]
 Sync = Literal["window", "each", "shard"]
@@ -28,6 +30,7 @@ class Settings:
     nonfinite: NonFinite = "step"
     skip: tuple[type[Exception], ...] = ()
     on_update: Callable[..., Any] | None = None
+    fit: bool | Cut = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("tail", Tail), ("sync", Sync), ("nonfinite", NonFinite)):
@@ -46,6 +49,8 @@ class Settings:
         for kind in self.skip:
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 raise TypeError(f"skip must be a tuple of exception types, but {kind!r} is in it. Pass the classes.")
+        if self.fit is not False:
+            Fit(self.fit)  # which raises for what it cannot be
         self.terms()  # which looks at the steps
 
     def terms(self) -> Terms:
