@@ -1,12 +1,14 @@
 """Decorated steps whose ranks lack memory, against float64 by hand."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
-from gradsync.parts import call
+from gradsync.parts import Sizes, call
 from tests.parts.limited import Net, assert_same, batch, mean_loss, sum_loss
 
 WINDOW, ROWS, LR = 3, 6, 0.1
@@ -104,15 +106,22 @@ def compare(states, expected):
         assert_same(some, others, 1e-11)
 
 
+# Sizes that are not remembered: each call is tried whole, and so each boundary fails anew.
+tried_whole = mock.patch.object(Sizes, "__bool__", lambda self: False)
+
+
 def held_and_boundary(kind, where, limits):
     """Failures early and late in the graph, held and at boundaries, with means and sums."""
     for at in (1, 3):
         for function in (mean_loss, sum_loss):
-            states, progress = train(kind, where, limits, at, function)
+            with tried_whole:
+                states, progress = train(kind, where, limits, at, function)
             compare(states, truth(regular(), function))
             limit = limits[dist.get_rank()]
             assert (progress.parts > 1) == (limit < ROWS), progress
             assert progress.rows <= limit
+    states, progress = train(kind, where, limits, at)
+    compare(states, truth(regular()))
 
 
 def uneven(kind, where):

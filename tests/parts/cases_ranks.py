@@ -45,8 +45,7 @@ def windows(kind, where, limits, at, depth=4, hook=False, sums=False, remember=F
     if hook:
         prepare(model, seen)
     model.limit, model.where = limits[rank % len(limits)], where
-    options = {"find": {"find_unused_parameters": True}, "views": {"gradient_as_bucket_view": True},
-               "static": {"static_graph": True}}.get(kind, {})
+    options = {"find": {"find_unused_parameters": True}, "views": {"gradient_as_bucket_view": True}}.get(kind, {})
     ddp = model if kind == "bare" else DistributedDataParallel(model, bucket_cap_mb=0.0001, **options)
     engines = gradsync_engines.attach([ddp])
     fit = Fit(name="train_step")
@@ -59,12 +58,11 @@ def windows(kind, where, limits, at, depth=4, hook=False, sums=False, remember=F
             last = index == WINDOW - 1
             if not remember:
                 fit.sizes = type(fit.sizes)()
-            early = engines[0].owes_first  # a static graph's very first micro-batch
             with Held(engines):
-                work = work_for(ddp, function, engines=engines, last=last or early)
+                work = work_for(ddp, function, engines=engines, last=last)
                 data = batch(ROWS, seed=1000 * window + 10 * index + rank)
                 outcome = run_in_parts(work, (ddp, *data), {}, fit)
-                if last or early:
+                if last:
                     for engine in engines:
                         engine.settle()
             assert (outcome.parts > 1) == (model.limit < ROWS)

@@ -1,6 +1,5 @@
 """A call that runs out of memory ends with the gradients of one that had the memory, hooks included."""
 
-import gc
 import logging
 
 import pytest
@@ -33,7 +32,7 @@ def reference(rows, function, windows=1, prepare=lambda model: None):
 
 @pytest.mark.parametrize("function", [mean_loss, sum_loss])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("rows", range(1, 9))
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
 def test_every_limit(rows, where, function):
     """Every limit, at every depth, on gradients that are there already, ends as with the memory."""
     truth, losses = reference(rows, function, windows=3)
@@ -62,7 +61,7 @@ def test_every_limit(rows, where, function):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("at", range(4))
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("limit", [1, 2, 6])
 def test_hooks_run_once_with_the_whole_gradient(where, at, limit):
     """Hooks at parameters, neither linear nor free of effects, see each micro-batch's gradient once."""
 
@@ -393,28 +392,3 @@ def test_models_sparse_and_tied():
         assert models[0].weight.grad.is_sparse
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
-
-
-def test_a_thousand_failures_leave_nothing(caplog):
-    """Neither tensors nor hooks, states or handles are left by failures in forward and backward."""
-    caplog.set_level(logging.ERROR, "gradsync")  # the records themselves are kept by pytest
-    model = Net()
-    fit = opened(model)
-
-    def some(number):
-        for index in range(number):
-            model.limit, model.where = 3, ("forward", "backward")[index % 2]
-            fit.sizes = type(fit.sizes)()
-            run(model, *batch(4), fit=fit)
-            model.log.clear()
-
-    def count():
-        gc.collect()
-        objects = gc.get_objects()
-        return len(objects), sum(issubclass(type(one), torch.Tensor) for one in objects)
-
-    some(20)
-    before = count()
-    some(1000)
-    after = count()
-    assert after[1] <= before[1] and after[0] <= before[0] + 50

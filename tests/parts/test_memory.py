@@ -1,0 +1,23 @@
+"""Real memory, and too little of it."""
+
+import json
+import subprocess
+import sys
+
+import torch
+
+from tests.parts import memory_process
+
+
+def test_a_batch_that_is_four_times_too_large():
+    """A process under a limit on its address space ends with the parameters of one that has the memory."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.parts.memory_process", "40"], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    error, numbers, parts = json.loads(ran.stdout)
+    assert "can't allocate memory" in error  # what happens without fit
+    assert parts[0][0] >= 3 and parts[-1][0] >= 4, parts
+    assert "ran out of memory with 2048 rows, and goes on with 1024 rows" in ran.stderr
+    expected, _ = memory_process.train()
+    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected), rtol=1e-5, atol=1e-5)
