@@ -296,9 +296,10 @@ class Call:
         team = window.team
         closed, made = ClosedLosses(window.losses, closing), Update(stepped=False, grad_norm=None)
         optimizers = run.who.optimizers
+        is_dropped = closing.factor is None or (settings.tail == "drop" and not closing.filled)
         self._updating = True
         try:
-            if closing.factor is None or (settings.tail == "drop" and not closing.filled):
+            if closing.factor is None or is_dropped:
                 team.drop_gradients()
             else:
                 if window.scale is not None and self.scaler is not None:
@@ -324,7 +325,7 @@ class Call:
             self.num_skipped += not made.stepped
             self.watch.forget()
             self._made, self.closed = made, closed
-        if closing.factor is not None:
+        if not is_dropped:
             refuse_nonfinite(made, settings.nonfinite)
 
     def _tell(self, closing: Closing | None) -> None:

@@ -5,7 +5,7 @@ the forward to be its own. Here every forward runs held, and the reducer is arme
 boundary. Whatever the body called, a method, a sub-module, `ddp.module(x)`, the backward then reaches the parameters,
 and their hooks reach the reducer.
 
-All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/test_torch_internals.py`
+All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/engines/test_torch_ddp.py`
 fails when it changes): `ddp.reducer` with `prepare_for_forward`, `prepare_for_backward`, `_rebuild_buckets`,
 `_check_reducer_finalized`, `_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_reset_state`; and what of
 DDP's is named below: `_pre_forward`, `_post_forward`, attributes. Static graphs are in `_ddp_static.py`, and a rank that
@@ -27,7 +27,9 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
+from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Engine
+from gradsync.engines._torch import ddp_finalizes_by_hand
 from gradsync.ranks.group import is_alive
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class _Touch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.num_parameters = len(parameters)
-        return parameters[0].new_zeros(())
+        return torch.zeros((), device=parameters[0].device)  # real, though a parameter may be complex
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, ...]:
@@ -61,16 +63,18 @@ class DDPEngine(Engine):
 
     def __init__(self, ddp: DistributedDataParallel, module: nn.Module | None = None) -> None:
         self._check(ddp)
+        check_torch("ddp", ddp=ddp)
         assert ddp.process_group is not None, "every DistributedDataParallel has one"
         super().__init__(ddp.process_group, ddp._module_parameters)
         self._ddp = ddp
-        self._sparse = _sparse_parameters(module or ddp.module)
+        self._sparse = _sparse_parameters(ddp.module if module is None else module)
         self._reduced = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
         self._shortcut = None if module is not None else _shortcut(ddp)
         self._watches: list[Any] = []  # hooks that tell whether the armed backward came by
         self._came_by = False
         if self._reduced and not _is_built_for(ddp, self._reduced):
             self._rebuild_reducer()
+            insist_on_shapes(self._reduced)
         vars(ddp)["_gradsync_reduced"] = tuple(map(_likeness, self._reduced))
 
     def _check(self, ddp: DistributedDataParallel) -> None:
@@ -83,7 +87,8 @@ class DDPEngine(Engine):
 
     def share_buffers(self, source: int) -> None:
         ddp = self._ddp
-        if ddp.forward_sync_buffers and ddp.modules_buffers and self.group.size() > 1:
+        # torch 2.13 renamed it `forward_sync_buffers`, and answers to this name too.
+        if ddp.broadcast_buffers and ddp.modules_buffers and self.group.size() > 1:
             with torch.no_grad():
                 ddp._assign_modules_buffers()
                 with torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)):
@@ -302,6 +307,10 @@ class DDPEngine(Engine):
             reducer._push_all_rebuilt_params()
             self._rebuild_buckets()
 
+    def forget_reducer(self) -> None:
+        """Let go of the reducer, and with it of autograd's nodes of parameters that were resized in place."""
+        vars(self._ddp).update(reducer=None, logger=None)
+
     def _rebuild_reducer(self) -> None:
         """A reducer for the parameters that are trainable now, with the user's communication hooks."""
         ddp = self._ddp
@@ -311,6 +320,8 @@ class DDPEngine(Engine):
         vars(ddp).pop("_gradsync_keeps_buckets", None)
         vars(ddp).pop("_gradsync_used", None)
         ddp._has_rebuilt_buckets = False
+        if any(map(_is_resized, self._reduced)):
+            self.forget_reducer()
         parameters, sparse = ddp._build_params_for_reducer()
         ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
         for hook, state in ddp._comm_hooks:
@@ -348,6 +359,11 @@ def check(ddp: DistributedDataParallel) -> None:
             "delay_all_reduce_named_params, which synchronises those parameters in every backward. "
             "Leave that argument out."
         )
+    if ddp_finalizes_by_hand(ddp):
+        raise GradSyncError(
+            "gradsync needs a backward to end its own reductions, but this DistributedDataParallel's "
+            "require_manual_backward_finalization is True, which leaves that to its user. Leave it False."
+        )
     if not is_alive(ddp.process_group):
         raise GradSyncError(
             "A model on DistributedDataParallel needs the process group that it was wrapped with, but that one has ended. "
@@ -380,6 +396,24 @@ def _is_built_for(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter])
 def _likeness(parameter: nn.Parameter) -> tuple[Any, ...]:
     """What a reducer was made for. The id is safe: DDP holds the parameter."""
     return id(parameter), parameter.dtype, parameter.device, parameter.shape
+
+
+def _is_resized(parameter: nn.Parameter) -> bool:
+    """Whether autograd still has the node of another shape, which lives as long as somebody holds it."""
+    shape = get_gradient_edge(parameter).node._input_metadata[0].shape  # type: ignore[attr-defined]
+    return tuple(shape) != tuple(parameter.shape)
+
+
+def insist_on_shapes(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise where a backward would fail in torch's words: autograd still has a node of another shape."""
+    resized = [parameter for parameter in parameters if _is_resized(parameter)]
+    if resized:
+        raise GradSyncError(
+            "A parameter must not be resized in place while something holds its node in autograd's graph, such as a "
+            f"DistributedDataParallel, a loss or a hook of yours, but {len(resized)} were, which now have the shape "
+            f"{', '.join(str(list(p.shape)) for p in resized[:3])}. Put a new nn.Parameter in its place, and make the "
+            "optimizer and the wrapper anew."
+        )
 
 
 def _shortcut(ddp: DistributedDataParallel) -> Callable[..., Any] | None:

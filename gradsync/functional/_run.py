@@ -125,6 +125,7 @@ class Run:
         self.team: Team | None = None
         self.window: Window | None = None
         self.last: Any = None  # the last good micro-batch, if its driver can run it again: has `is_alive`
+        self.told: Window | None = None  # the one that was said to be left open
         self.who = Who()
         self._loop: Loop | None = None  # that of the current place
         self._heard: Sent | None = None  # what the ranks have said already of the window that closes

@@ -85,7 +85,8 @@ class Window:
             return None
         key = (self.size, loss.dtype, loss.device, loss.shape)
         seed = self._seeds.get(key)
-        if seed is None:
+        # A parameter whose view is the loss takes the seed for its gradient, without a copy, and then it is written to.
+        if seed is None or seed._version:
             if len(self._seeds) > 16:  # a user's steps may take any number of values
                 self._seeds.clear()
             seed = self._seeds[key] = torch.ones_like(loss, requires_grad=False) / self.size
@@ -159,8 +160,8 @@ class Scale:
 
     def correct(self, parameters: Iterable[nn.Parameter], scaler: GradScaler) -> None:
         """Make gradients that were scaled by this the ones that the scaler will unscale; waits for nothing."""
-        if scaler._scale is None:
-            return
+        if scaler._scale is None:  # all of the window was scaled in another process
+            scaler._lazy_init_scale_growth_tracker(self.value.device)
         current = _current(scaler)
         if self._version == (id(current), current._version):
             return
