@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradsync.decorator.accumulated import Accumulated
     from gradsync.decorator.progress import Progress
     from gradsync.functional import NonFinite, Steps
+    from gradsync.parts import Cut
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,6 +43,7 @@ def accumulating(
     nonfinite: NonFinite = "step",
     skip: type[Exception] | tuple[type[Exception], ...] = (),
     on_update: Callable[..., Any] | None = None,
+    fit: bool | Cut = False,
 ) -> Callable[[Callable[P, R]], Accumulated[P, R]]:
     """Make a step function accumulate: each call is a micro-batch, each `steps` calls an update.
 
@@ -58,6 +60,9 @@ def accumulating(
     - `skip`: exception types that drop one micro-batch on one rank instead of ending the run.
     - `on_update`: called with the `progress` after each update on every rank, those too that a rank makes after its own
       data has ended; of a method it gets the instance first.
+    - `fit`: whether a call that runs out of memory goes on in parts: True cuts the tensors among the arguments by their
+      first dimension, a function of (args, kwargs, parts) that returns each part's (args, kwargs) cuts anything (of a
+      method, without the instance). The loss must be a mean over rows, or a `LossSum`.
 
     >>> @gradsync.accumulating(steps=2)
     ... def train_step(model, optimizer, batch):
@@ -79,6 +84,7 @@ def accumulating(
         nonfinite=nonfinite,
         skip=skip if isinstance(skip, tuple) else (skip,),
         on_update=on_update,
+        fit=fit,
     )
 
     def decorate(function: Callable[P, R]) -> Accumulated[P, R]:

@@ -7,6 +7,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
+from gradsync.decorator.fitted import Fitted
 from gradsync.decorator.last_call import LastCall
 from gradsync.decorator.progress import ClosedLosses, Progress
 from gradsync.decorator.watches import ForwardWatch, GradientWatch, StepGuard, check_first
@@ -50,6 +51,7 @@ class Call:
         self.num_steps = self.num_updates = self.num_skipped = self.num_replays = 0
         self.watch = GradientWatch()
         self.closed: ClosedLosses | None = None
+        self._fitted = None if settings.fit is False else Fitted(settings.fit, self)
         self._instance = _reference(instance)
         self._participants: list[weakref.ref[Any]] = []
         self._schedulers: list[weakref.ref[Any]] = []
@@ -124,6 +126,8 @@ class Call:
             skipped=self.num_skipped,
             dropped=self.run.num_dropped,
             replays=self.num_replays,
+            parts=1 if self._fitted is None else self._fitted.parts,
+            rows=None if self._fitted is None else self._fitted.rows,
             grad_norm=self._made.grad_norm,
             _losses=self.closed,
         )
@@ -147,16 +151,19 @@ class Call:
             if place.index == 0:
                 self.watch.begin(self.name, team)
             with run.holding(place):
-                returned, loss = self._body(function, args, kwargs, team)
-                waiting = True
-                if loss is not None:
-                    num_dropped = run.num_dropped
-                    closing = run.backward(place, loss, scaler=self.scaler)
-                    returned = detach(returned, loss) if run.num_dropped == num_dropped else None
-                    if team.forward_communicates:
-                        self._remember(function, args, kwargs, loop)
+                if self._fitted is not None:
+                    returned, closing = self._fitted.micro_batch(place, function, args, kwargs)
                 else:
-                    closing = self._repeat(place) if team.in_step else run.drop(place)
+                    returned, loss = self._body(function, args, kwargs, team)
+                    waiting = True
+                    if loss is not None:
+                        num_dropped = run.num_dropped
+                        closing = run.backward(place, loss, scaler=self.scaler)
+                        returned = detach(returned, loss) if run.num_dropped == num_dropped else None
+                        if team.forward_communicates:
+                            self._remember(function, args, kwargs, loop)
+                    else:
+                        closing = self._repeat(place) if team.in_step else run.drop(place)
             self.num_steps += 1
             self._end_place(closing)
         except BaseException as error:

@@ -46,6 +46,8 @@ class Progress:
     - `index`: how many micro-batches the open window has; 0 between windows. `size`: how many it, or else the last one,
       was planned to have.
     - `stepped`: whether the last call made an update.
+    - `parts`: in how many the last call ran, with `fit`. `rows`: those of the largest part; None without `fit`, or
+      where they are not known.
     - `grad_norm`: that of the last update, before clipping; None without `clip_norm`.
     - `loss`: this rank's mean over the last closed window, on its device. `count`: what its losses were sums over;
       None for means. `global_loss`: the mean over all ranks, in `.over` and with `LossSum`; else None.
@@ -60,6 +62,8 @@ class Progress:
     skipped: int = 0
     dropped: int = 0
     replays: int = 0
+    parts: int = 1
+    rows: int | None = None
     grad_norm: torch.Tensor | None = None
     _losses: ClosedLosses | None = field(default=None, repr=False)
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gradsync.functional import NonFinite, Steps, Terms
+from gradsync.parts import Fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gradsync.decorator.casting import Casting
+    from gradsync.parts import Cut
 
 Tail = Literal["step", "drop", "carry"]
 Sync = Literal["window", "each", "shard"]
@@ -28,6 +30,7 @@ class Settings:
     nonfinite: NonFinite = "step"
     skip: tuple[type[Exception], ...] = ()
     on_update: Callable[..., Any] | None = None
+    fit: bool | Cut = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("tail", Tail), ("sync", Sync), ("nonfinite", NonFinite)):
@@ -51,6 +54,8 @@ class Settings:
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 came = f"{kind!r} is in it" if isinstance(kind, type) else f"{kind!r}, of type {type(kind).__name__}, is in it"
                 raise TypeError(f"skip must be a tuple of exception types, but {came}. Pass the classes.")
+        if self.fit is not False:
+            Fit(self.fit)  # which raises for what it cannot be
         self.terms()  # which looks at the steps
 
     def in_words(self) -> str:

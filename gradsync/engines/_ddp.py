@@ -7,20 +7,23 @@ and their hooks reach the reducer.
 
 All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/engines/test_torch_ddp.py`
 fails when it changes): `ddp.reducer` with `prepare_for_forward`, `prepare_for_backward`, `_rebuild_buckets`,
-`_check_reducer_finalized`, `_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_reset_state`; and the
-attributes of DDP that are named below. Static graphs are in `_ddp_static.py`, and a rank that is alone in `_ddp_alone.py`.
+`_check_reducer_finalized`, `_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_reset_state`; and what of
+DDP's is named below: `_pre_forward`, `_post_forward`, attributes. Static graphs are in `_ddp_static.py`, and a rank that
+is alone in `_ddp_alone.py`.
 """
 
 from __future__ import annotations
 
 import re
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
@@ -30,7 +33,7 @@ from gradsync.engines._torch import ddp_finalizes_by_hand
 from gradsync.ranks.group import is_alive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 # Seconds for reductions that nobody can wait for any more: torch keeps their futures to itself, and a late one would
 # write into the buckets of the next. All ranks have begun them, and a worker needs the GIL, which sleeping gives up.
@@ -128,6 +131,26 @@ class DDPEngine(Engine):
 
     def note_visit(self) -> None:
         self._came_by = True
+
+    @contextmanager
+    def holding_armed(self) -> Iterator[None]:
+        """As every engine's; and around DDP's own forward, which refuses to run while a reduction is half done."""
+        state = vars(self._ddp)
+        with super().holding_armed():
+            state["_pre_forward"], state["_post_forward"] = self._moved, _as_it_is
+            try:
+                yield
+            finally:
+                del state["_pre_forward"], state["_post_forward"]
+
+    def _moved(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The inputs of a forward, on the device that DDP moves them to."""
+        ddp = self._ddp
+        if not ddp.device_ids:
+            return inputs, kwargs
+        device = torch.device(ddp.device_type, ddp.device_ids[0])
+        moved, named = _to_kwargs(inputs, kwargs, device, ddp.use_side_stream_for_tensor_copies)
+        return moved[0], named[0]
 
     def settle(self) -> None:
         if self._ddp._use_python_reducer:
@@ -308,6 +331,10 @@ class DDPEngine(Engine):
             dist._register_comm_hook(ddp.reducer, state, hook)
         if builtin is not None:
             ddp._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, builtin))
+
+
+def _as_it_is(output: Any) -> Any:
+    return output
 
 
 class silent:  # noqa: N801 - reads as a word where it is used

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     import torch
     from torch import nn
     from torch.distributed import ProcessGroup
@@ -110,6 +112,15 @@ class Engine:
 
     def note_visit(self) -> None:
         """The backward that `arm(None)` spoke of has reached a parameter of this engine."""
+
+    @contextmanager
+    def holding_armed(self) -> Iterator[None]:
+        """What more is run of a micro-batch whose armed backward has stopped half-way stays local."""
+        found = self.hold()
+        try:
+            yield
+        finally:
+            self.restore(found)
 
     def settle(self) -> None:
         """The armed backward has ended: complete its collectives."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gradsync._errors import GradSyncError
 from gradsync._registry import OPEN
@@ -95,6 +95,14 @@ class Departure:
         self.sent = self._send()
 
 
+class Begun(NamedTuple):
+    """A backward that its driver runs by itself: how it synchronises, and the table that has left before it."""
+
+    place: Place
+    order: Order
+    departure: Departure
+
+
 class Run:
     """Opens windows of a team, takes micro-batches into them, and closes them with the other ranks.
 
@@ -180,11 +188,8 @@ class Run:
         An exception of a type in `skip` drops the whole window on all ranks, and goes no further.
         """
         window = self._open_window
-        tensor = window.take(loss)
-        seed = window.seed(tensor)
-        if scaler is not None and scaler.is_enabled():
-            window.scale = window.scale or Scale.of(scaler, tensor)
-            tensor = window.scale.apply(tensor)
+        window.take(loss)
+        tensor, seed = self.weigh(loss, scaler)
         window.num_own += 1
         if place.last:
             return self._closing(lambda order: backward(tensor, order, seed=seed, run=run))
@@ -194,6 +199,61 @@ class Run:
             self._note_failure(error)
         window.index += 1
         return None
+
+    def weigh(
+        self, loss: torch.Tensor | LossSum, scaler: GradScaler | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the backward of a loss, or of a part of it, runs from, and the gradient that it begins with (None: 1)."""
+        window = self._open_window
+        tensor = loss.loss if isinstance(loss, LossSum) else loss
+        seed = None if isinstance(loss, LossSum) else window.seed(tensor)
+        if scaler is not None and scaler.is_enabled():
+            window.scale = window.scale or Scale.of(scaler, tensor)
+            tensor = window.scale.apply(tensor)
+        return tensor, seed
+
+    def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Begun:
+        """One micro-batch's backward begins that its driver runs by itself; the table of a window that closes leaves.
+
+        `loss` is that of the whole micro-batch. The driver arms `order.armed`, runs the backward and then calls `end`.
+        """
+        window = self._open_window
+        window.add(loss)
+        window.num_own += 1
+        departure = Departure(self._send)
+        try:
+            order = self._order_of_boundary(departure) if place.last else self._order_of_held()
+        except RuntimeError as error:
+            if is_lost(error):
+                raise lost(error, self.what()) from error
+            raise
+        return Begun(place, order, departure)
+
+    def end(self, begun: Begun, error: BaseException | None = None) -> Closing | None:
+        """That backward has ended, in `error` if it failed; what follows is as in `backward`."""
+
+        def conclude() -> None:
+            if error is None:
+                begun.order.complete()
+                return
+            if not is_lost(error):
+                begun.order.abort()
+            raise error
+
+        if begun.place.last:
+            return self._closed(begun.departure, conclude)
+        try:
+            conclude()
+        except self.terms.skip as failure:
+            self._note_failure(failure)
+        self._open_window.index += 1
+        return None
+
+    def spoil(self, place: Place, error: BaseException) -> Closing | None:
+        """A micro-batch failed before that backward, with gradients of it accumulated: all ranks drop the window."""
+        self._note_failure(error)
+        self._open_window.num_own += 1
+        return self.miss(place)
 
     def repeat(self, place: Place, loss: torch.Tensor | LossSum, run: RunBackward | None = None) -> Closing | None:
         """The backward of a micro-batch that weighs nothing, for engines whose other ranks wait in it.
@@ -346,11 +406,15 @@ class Run:
 
     def _closing(self, synchronise: Callable[[Order], None]) -> Closing:
         """Synchronise the window: the table leaves first, then what `synchronise` does."""
-        window = self._open_window
         departure = Departure(self._send)
+        return self._closed(departure, lambda: synchronise(self._order_of_boundary(departure)))
+
+    def _closed(self, departure: Departure, synchronise: Callable[[], None]) -> Closing:
+        """What came to the window once it is synchronised; the table leaves, or has left, with `departure`."""
+        window = self._open_window
         try:
             try:
-                synchronise(self._order_of_boundary(departure))
+                synchronise()
             except BaseException as error:
                 if not is_lost(error):
                     self._complete_failed(departure.sent)

@@ -59,12 +59,14 @@ class Window:
 
     def take(self, loss: torch.Tensor | LossSum) -> torch.Tensor:
         """Count a micro-batch; returns what to run backward from."""
-        if isinstance(loss, LossSum):
-            tensor, kind = loss.loss, SUMS
-            check_loss(tensor)
-        else:
-            tensor, kind = loss, MEANS
-            check_loss(tensor)
+        tensor = loss.loss if isinstance(loss, LossSum) else loss
+        check_loss(tensor)
+        self.add(loss)
+        return tensor
+
+    def add(self, loss: torch.Tensor | LossSum) -> None:
+        """Count a micro-batch of this loss, from which no backward need be possible."""
+        tensor, kind = (loss.loss, SUMS) if isinstance(loss, LossSum) else (loss, MEANS)
         if kind != self.kind:
             if self.kind != NOTHING:
                 raise GradSyncError(
@@ -76,7 +78,6 @@ class Window:
             self.count.add(loss.count)
         self.num_micro_batches += 1
         self.losses.append(tensor.detach().clone())  # a copy, because the caller may write to the one it gets back
-        return tensor
 
     def seed(self, loss: torch.Tensor) -> torch.Tensor | None:
         """The gradient that backward begins with: to the bit what `loss / size` would send on, without the division."""

@@ -1,0 +1,86 @@
+"""What a function that runs in parts remembers between its calls."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradsync._errors import GradSyncError
+from gradsync.parts.cut import count_rows, cut_rows
+from gradsync.parts.memory import Before, Buffers
+from gradsync.parts.refuse import check_engines, check_models
+from gradsync.parts.sizes import Sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import nn
+
+    from gradsync.engines import Engine
+    from gradsync.parts.cut import Arguments, Cut
+
+
+class Fit:
+    """The sizes that fit, and what calls change beside gradients; one for each window that a function has.
+
+    It keeps no model alive.
+    """
+
+    def __init__(self, fit: bool | Cut = True, *, name: str = "A call") -> None:  # noqa: FBT001, FBT002 - its user's
+        if fit is not True and not callable(fit):
+            raise TypeError(
+                f"fit must be True, False or a function of (args, kwargs, parts) that returns the arguments of each "
+                f"part, but it is {fit!r}."
+            )
+        self._cut: Cut = cut_rows if fit is True else fit
+        self._is_own = fit is not True
+        self.name = name
+        self.sizes = Sizes()
+        self.unchecked = True  # whether the next graph is to be looked at, before its backward
+        self._models: Sequence[weakref.ref[nn.Module]] = ()
+        self._buffers = Buffers()
+        self._devices: list[torch.device] = []
+
+    def open(self, models: Iterable[nn.Module], engines: Iterable[Engine] = ()) -> None:
+        """A window opens: see what models there are, and raise where a cut could not be exact."""
+        models = list(models)
+        self._models = [weakref.ref(model) for model in models]
+        check_models(models)
+        check_engines(engines)
+        self._buffers = Buffers(models).like(self._buffers)
+        if torch.accelerator.is_available():
+            devices = {parameter.device for model in models for parameter in model.parameters()}
+            self._devices = sorted((one for one in devices if one.type != "cpu"), key=str)
+
+    def before(self) -> Before:
+        """What an attempt may change, before it does."""
+        return Before(self._buffers, self._devices)
+
+    def check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise unless this call could be cut; before the first, rather than in hour nine."""
+        if not self._is_own and count_rows(args, kwargs) is None:
+            raise GradSyncError(
+                f"fit=True cuts the tensors among the arguments of {self.name} into parts, but there is none, in "
+                "lists, tuples and dicts either. Give fit a function of (args, kwargs, parts) that returns the "
+                "arguments of each part."
+            )
+
+    def check_again(self) -> None:
+        """An attempt has failed: what was right as the window opened may no longer be."""
+        check_models(model for ref in self._models if (model := ref()) is not None)
+        self.unchecked = True
+
+    def rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        """How many rows a call has, where it can be known."""
+        try:
+            return count_rows(args, kwargs)
+        except GradSyncError:
+            if self._is_own:
+                return None
+            raise
+
+    def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int) -> list[Arguments]:
+        """The arguments of each part; fewer than two where they cannot be cut."""
+        return [(tuple(some), dict(others)) for some, others in self._cut(args, kwargs, parts)]

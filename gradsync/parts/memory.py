@@ -1,0 +1,165 @@
+"""What is out of memory, what a failed attempt leaves in it, and what it changed beside gradients."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradsync._errors import GradSyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from typing import TypeAlias
+
+    from torch import nn
+
+    Seen: TypeAlias = Sequence[tuple[torch.Tensor | None, int]]  # buffers and their versions
+
+# What raises a plain RuntimeError: the CPU's allocator, C++'s own, MPS's, and vendors' libraries. oneDNN does not say
+# what it lacked; a mistake that it reports in the same words goes on as it came, after one row has made it as well.
+_MESSAGES = (
+    "can't allocate memory",
+    "std::bad_alloc",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "could not create a primitive",
+    "could not create a memory",
+    "could not execute a primitive",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether less would have fitted.
+
+    >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    True
+    """
+    if isinstance(error, GradSyncError):
+        return False  # whatever words it has
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
+
+
+def let_go(error: BaseException, before: BaseException | None) -> None:
+    """Drop what the calls that `error` ended had in their variables: the activations of a failed forward.
+
+    `before` is what was being handled before those calls began, and is none of ours.
+    """
+    chained: BaseException | None = error
+    while chained is not None and chained is not before:
+        traceback.clear_frames(chained.__traceback__)
+        chained = chained.__context__
+
+
+def free() -> None:
+    """Give back what nobody refers to: cycles, and the blocks that an accelerator's allocator keeps."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # gradients that arrived, arrived on streams of their own
+        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+
+
+class Before:
+    """The random state and the buffers as they were before an attempt."""
+
+    __slots__ = ("_buffers", "_copies", "_cpu", "_devices", "_seen")
+
+    def __init__(self, buffers: Buffers, devices: Sequence[torch.device]) -> None:
+        self._cpu = torch.default_generator.get_state()
+        self._devices = (
+            [(device, torch.get_device_module(device).get_rng_state(device)) for device in devices] if devices else ()
+        )
+        self._buffers = buffers
+        self._seen: Seen = ()
+        self._copies: dict[int, torch.Tensor] = {}
+        if buffers:
+            self._seen, self._copies = buffers.see()
+
+    def keep(self) -> None:
+        """The attempt was right: what it changed stays."""
+        if self._seen:
+            self._buffers.learn(self._seen)
+
+    def put_back(self) -> None:
+        """The attempt failed: what it changed was never changed."""
+        torch.default_generator.set_state(self._cpu)
+        for device, state in self._devices:
+            torch.get_device_module(device).set_rng_state(state, device)
+        if self._seen:
+            self._buffers.put_back(self._seen, self._copies)
+
+
+class Buffers:
+    """The buffers of some models, which it does not keep alive.
+
+    Those that forwards change are few, a counter or the vector of a spectral norm, and which they are shows in the
+    first attempt. All are copied before that, and only these later. Others are watched: by object and version.
+    """
+
+    def __init__(self, models: Iterable[nn.Module] = ()) -> None:
+        modules = {id(module): module for model in models for module in model.modules()}
+        self._places = [
+            (weakref.ref(module), name)
+            for module in modules.values()
+            for name, one in module._buffers.items()
+            if one is not None
+        ]
+        self._moving: set[int] | None = None  # indices in places; None until an attempt has shown them
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def like(self, other: Buffers) -> Buffers:
+        """`other` if these are the same buffers, with what it has learnt, else these."""
+        return other if self._places == other._places else self
+
+    def see(self) -> tuple[Seen, dict[int, torch.Tensor]]:
+        """What there is now, and copies of what an attempt may change."""
+        seen = [(one, _version(one)) for one in map(self._at, range(len(self._places)))]
+        moving = range(len(seen)) if self._moving is None else self._moving
+        return seen, {index: one.clone() for index in moving if (one := seen[index][0]) is not None}
+
+    def learn(self, seen: Seen) -> None:
+        """An attempt has ended well: see what it changed."""
+        self._moving = (self._moving or set()) | set(self._changed(seen))
+
+    def put_back(self, seen: Seen, copies: dict[int, torch.Tensor]) -> None:
+        """An attempt has failed: undo what it changed."""
+        for index in self._changed(seen):
+            ref, name = self._places[index]
+            module = ref()
+            if module is None:
+                continue
+            before, version = seen[index]
+            module._buffers[name] = before  # another object may have been put in its place
+            if _version(before) == version:
+                continue
+            if before is None or index not in copies:
+                raise GradSyncError(
+                    f"A call that ran out of memory can go on in parts only if what it changed is put back, but it "
+                    f"changed the buffer {name!r} of a {type(module).__name__}, which no call had changed before and "
+                    "of which there is therefore no copy. Change it in the first call, or outside the forward."
+                )
+            with torch.no_grad():
+                before.copy_(copies[index])
+
+    def _changed(self, seen: Seen) -> list[int]:
+        return [
+            index
+            for index, (before, version) in enumerate(seen)
+            if self._at(index) is not before or _version(before) != version
+        ]
+
+    def _at(self, index: int) -> torch.Tensor | None:
+        ref, name = self._places[index]
+        module = ref()
+        return None if module is None else module._buffers.get(name)
+
+
+def _version(buffer: torch.Tensor | None) -> int:
+    return -1 if buffer is None else buffer._version
