@@ -13,7 +13,7 @@ from typing_extensions import ParamSpec
 from gradsync.decorator.casting import Casting, Naming
 from gradsync.decorator.over import Over, over
 from gradsync.decorator.registry import Registry
-from gradsync.decorator.settings import Settings, Sync, Tail
+from gradsync.decorator.settings import Compress, Settings, Sync, Tail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -40,6 +40,8 @@ def accumulating(
     nonfinite: NonFinite = "step",
     skip: type[Exception] | tuple[type[Exception], ...] = (),
     on_update: Callable[..., Any] | None = None,
+    overlap: int = 0,
+    compress: Compress | None = None,
 ) -> Callable[[Callable[P, R]], Accumulated[P, R]]:
     """Make a step function accumulate: each call is a micro-batch, each `steps` calls an update.
 
@@ -56,6 +58,9 @@ def accumulating(
     - `skip`: exception types that drop one micro-batch on one rank instead of ending the run.
     - `on_update`: called with the `progress` after each update on every rank, those too that a rank makes after its own
       data has ended; of a method it gets the instance first.
+    - `overlap`: how many micro-batches of a window run while the gradients of the one before travel. 0 is exact; with
+      more, parameters between calls are provisional, and true in `on_update` and after `settle()`.
+    - `compress`: "bf16" has gradients travel, and be added up, in bfloat16: half the bytes, for bare models.
 
     >>> @gradsync.accumulating(steps=2)
     ... def train_step(model, optimizer, batch):
@@ -77,6 +82,8 @@ def accumulating(
         nonfinite=nonfinite,
         skip=skip if isinstance(skip, tuple) else (skip,),
         on_update=on_update,
+        overlap=overlap,
+        compress=compress,
     )
 
     def decorate(function: Callable[P, R]) -> Accumulated[P, R]:
@@ -108,6 +115,10 @@ class _Controls:
         """Close the open windows now. Collective: every rank calls it, after as many closed windows."""
         self._registry.flush(self._instance)
 
+    def settle(self) -> None:
+        """Make the update whose gradients still travel (`overlap`). Not collective; nothing to do is fine."""
+        self._registry.settle(self._instance)
+
     def reset(self) -> None:
         """Discard the open windows, with their gradients."""
         self._registry.reset(self._instance)
@@ -137,7 +148,7 @@ class _Controls:
         super().__setattr__(name, value)
 
 
-_OWN = ("over", "flush", "reset", "progress", "state_dict", "load_state_dict")
+_OWN = ("over", "flush", "settle", "reset", "progress", "state_dict", "load_state_dict")
 _SETTINGS = {*Settings.__dataclass_fields__, "model", "optimizer", "scheduler", "scaler"}
 
 

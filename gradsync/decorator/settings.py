@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from gradsync.engines._compress import check
 from gradsync.functional import NonFinite, Steps, Terms
+from gradsync.overlap.check import check_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 Tail = Literal["step", "drop", "carry"]
 Sync = Literal["window", "each", "shard"]
+Compress = Literal["bf16"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Settings:
     nonfinite: NonFinite = "step"
     skip: tuple[type[Exception], ...] = ()
     on_update: Callable[..., Any] | None = None
+    overlap: int = 0
+    compress: Compress | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (("tail", Tail), ("sync", Sync), ("nonfinite", NonFinite)):
@@ -46,9 +51,12 @@ class Settings:
         for kind in self.skip:
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 raise TypeError(f"skip must be a tuple of exception types, but {kind!r} is in it. Pass the classes.")
+        check(self.compress)
+        check_settings(self.overlap, self.steps, sync=self.sync)
         self.terms()  # which looks at the steps
 
     def terms(self) -> Terms:
         """What the ranks must have alike."""
         words = {"nonfinite": self.nonfinite, "clip_norm": self.clip_norm}
+        words |= {"overlap": self.overlap, "compress": self.compress}
         return Terms(self.steps, self.tail, sync=self.sync, skip=self.skip, words=words)

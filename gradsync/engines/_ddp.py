@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
-from gradsync.engines._protocol import Engine
+from gradsync.engines._protocol import Carrier, Engine
 from gradsync.ranks.group import is_alive
 
 if TYPE_CHECKING:
@@ -72,6 +72,10 @@ class DDPEngine(Engine):
 
     def _check(self, ddp: DistributedDataParallel) -> None:
         check(ddp)
+
+    @property
+    def carrier(self) -> Carrier | None:
+        return Carrier(self._ddp)
 
     # -- window ---------------------------------------------------------------------------------------------------
 
