@@ -226,6 +226,9 @@ class Overlapped:
                 if not arrived:
                     self.go_back()
                 raise
+            finally:
+                if arrived:
+                    _count(leg.ddps, -1)
             saved = in_flight.saved or in_flight.spare
             self._memory = None if saved is None else saved.emptied()
             for later in self._legs:
@@ -236,7 +239,6 @@ class Overlapped:
     def _arrived(self, leg: _Leg) -> None:
         self._legs.remove(leg)
         self._has_gone_back = bool(self._legs)
-        _count(leg.ddps, -1)
         if not self.is_travelling:
             TRAVELLING.discard(self)
 

@@ -69,3 +69,11 @@ def trained(plan: Plan, how: str = "known", **options) -> list[list[torch.Tensor
     assert all(torch.equal(a, b) for a, b in zip(training.parameters, training.seen[-1])), "it has landed"
     assert [progress.updates for progress in training.told] == list(range(1, len(training.seen) + 1))
     return training.seen
+
+
+def trained_skipping(plan: Plan) -> list[list[torch.Tensor]]:
+    return trained(plan, nonfinite="skip")
+
+
+def trained_compressed(plan: Plan) -> list[list[torch.Tensor]]:
+    return trained(plan, compress="bf16")
