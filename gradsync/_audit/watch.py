@@ -117,7 +117,11 @@ class Watch:
         self._untimed = True
         for account in self._accounts:
             account.was_switched_off = account.engine.switched_off()
-            if account.pending is not None and not account.engine.travels and not account.engine.has_gradients(beside=first):
+            if (
+                account.pending is not None
+                and not account.engine.travels
+                and not account.engine.has_gradients(beside=first)
+            ):
                 self._note_cleared(account, account.pending[1])
 
     def _on_sharded(self, engine: WatchedEngine) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradsync._errors import GradSyncError
-from gradsync.overlap import attach
+from gradsync.overlap.attach import attach
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class Compressed:
             if engine.carrier is None or engine.carrier.ledger is None:
                 raise GradSyncError(
                     'accumulating(..., compress="bf16") needs a bare model, whose gradients gradsync itself sends, but this '
-                    f'one is on an engine of its own ({type(engine).__name__}). Hand over the bare model, or, for a '
+                    f"one is on an engine of its own ({type(engine).__name__}). Hand over the bare model, or, for a "
                     'DistributedDataParallel, make it with gradsync.ddp(model, compress="bf16") and leave compress out.'
                 )
 

@@ -72,9 +72,7 @@ class SizedOver(Over[T]):
 
 
 def _runs(decorated: Sequence[_Decorated]) -> list[Run]:
-    return [
-        run for position, (registry, instance) in enumerate(decorated) for run in registry.runs(instance, position)
-    ]
+    return [run for position, (registry, instance) in enumerate(decorated) for run in registry.runs(instance, position)]
 
 
 def _end_travels(decorated: Sequence[_Decorated], *, on_purpose: bool) -> None:

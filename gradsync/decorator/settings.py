@@ -57,6 +57,6 @@ class Settings:
 
     def terms(self) -> Terms:
         """What the ranks must have alike."""
-        words = {"nonfinite": self.nonfinite, "clip_norm": self.clip_norm}
+        words: dict[str, Any] = {"nonfinite": self.nonfinite, "clip_norm": self.clip_norm}
         words |= {"overlap": self.overlap, "compress": self.compress}
         return Terms(self.steps, self.tail, sync=self.sync, skip=self.skip, words=words)

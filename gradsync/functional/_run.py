@@ -300,7 +300,9 @@ class Run:
             return self.window.team
         models, optimizers = self.who.models, self.who.optimizers
         if self.team is None or not self.team.fits(models, optimizers):
-            _land({id(p) for p in (*owned(optimizers), *(one for model in models for one in model.parameters()))}, of=self)
+            _land(
+                {id(p) for p in (*owned(optimizers), *(one for model in models for one in model.parameters()))}, of=self
+            )
             shards = self.terms.sync == "shard"
             self.team = Team(self.name, models, optimizers, shards=shards, last=self.team)
             self._seeds.clear()

@@ -239,7 +239,7 @@ def refused() -> dict[str, str]:
 
         @gradsync.accumulating(2, **options)
         def step(model, optimizer, index):
-            return mean_loss(model, micro_batch(dist.get_rank(), index, dtype=torch.float32))
+            return mean_loss(model, micro_batch(dist.get_rank(), index))
 
         wrapped = make(model)
         with pytest.raises(GradSyncError) as caught:
