@@ -52,8 +52,8 @@ class Settings:
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 raise TypeError(f"skip must be a tuple of exception types, but {kind!r} is in it. Pass the classes.")
         check(self.compress)
-        check_settings(self.overlap, self.steps, sync=self.sync)
         self.terms()  # which looks at the steps
+        check_settings(self.overlap, self.steps, sync=self.sync)
 
     def terms(self) -> Terms:
         """What the ranks must have alike."""
