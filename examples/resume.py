@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 --max-restarts 3 examples/resume.py --folder /tmp/run
 
 At each window's end rank 0 writes a checkpoint, all of it or nothing. `train_step.progress.micro_steps`, which is in
-it, says where in the data each rank stands; a sampler's own position would not, because `.over` looks one item ahead.
+it, says where in the data each rank stands; a sampler's own position may not, because loaders draw ahead.
 What is random draws from that number too. So nothing is skipped, and nothing is learnt from twice.
 
 With --every 3, a checkpoint comes every 3 micro-batches, in the middle of windows as well: then each rank also writes

@@ -1,6 +1,6 @@
 """Others' objects in a decorated step, as they are: built from a config, nothing is downloaded. Not run by pytest.
 
-    python tests/others.py            # needs: pip install timm peft transformers accelerate lightning-fabric
+    python -m tests.others            # needs: pip install timm peft transformers accelerate lightning-fabric
 
 Each is trained on two ranks, alone and with gradsync; what gradsync did is compared with plain autograd over all ranks' data.
 The table says "exact", or the words in which it failed. Each line runs in processes of its own.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,13 +10,16 @@ from torch.optim import Optimizer
 
 from gradsync._audit.report import AuditReport
 from gradsync._audit.watch import Watch
+from gradsync._errors import GradSyncError
+from gradsync.ranks.group import require_group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Sequence
+
+_USE = "Use it as `with gradsync.audit(model, optimizer) as report:`, around the loop, and ask the report."
 
 
-@contextmanager
-def audit(model: nn.Module | Iterable[nn.Module], optimizer: Optimizer | Iterable[Optimizer]) -> Iterator[AuditReport]:
+def audit(model: nn.Module | Iterable[nn.Module], optimizer: Optimizer | Iterable[Optimizer]) -> AuditContext:
     """Watch the loop inside, and tell whether it synchronises its gradients when it should, and only then.
 
     `model` is what the loop calls: the module on its engine, compiled or not, or several (a GAN's two). `optimizer` is
@@ -44,17 +46,50 @@ def audit(model: nn.Module | Iterable[nn.Module], optimizer: Optimizer | Iterabl
     """
     models = _several("model", "nn.Module", model, nn.Module)
     optimizers = [_innermost(one) for one in _several("optimizer", "torch.optim.Optimizer", optimizer, Optimizer)]
-    watch = Watch(models, optimizers)
-    report = AuditReport(watch.counts, watch.settle)
-    try:
-        watch.begin()
-        yield report
-    finally:
+    require_group("audit")
+    return AuditContext(models, optimizers)
+
+
+class AuditContext:
+    """What `audit` returns: to be entered with `with`, where it gives the `AuditReport`."""
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        self._models, self._optimizers = models, optimizers
+        self._entered: list[tuple[Watch, AuditReport]] = []
+
+    def __enter__(self) -> AuditReport:
+        watch = Watch(self._models, self._optimizers)
+        report = AuditReport(watch.counts, watch.settle)
         try:
-            watch.settle()
-        finally:
-            watch.end()
-            report._close(time.perf_counter())
+            watch.begin()
+        except BaseException:
+            _end(watch, report)
+            raise
+        self._entered.append((watch, report))
+        return report
+
+    def __exit__(self, *_: object) -> None:
+        _end(*self._entered.pop())
+
+    def __repr__(self) -> str:
+        return f"<gradsync.audit(model, optimizer), which counts in its with block and tells in the report. {_USE}>"
+
+    if not TYPE_CHECKING:  # a type checker should go on to reject every attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(AuditReport, name):
+                raise GradSyncError(
+                    f"gradsync.audit(model, optimizer) has no {name}: what it counts is in its report. {_USE}"
+                )
+            raise AttributeError(f"gradsync.audit(model, optimizer) has no attribute {name!r}. {_USE}")
+
+
+def _end(watch: Watch, report: AuditReport) -> None:
+    try:
+        watch.settle()
+    finally:
+        watch.end()
+        report._close(time.perf_counter())
 
 
 def _several(name: str, needed: str, given: Any, kind: type[Any]) -> list[Any]:

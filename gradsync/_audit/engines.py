@@ -1,7 +1,7 @@
 """What each engine can be asked: whether it has synchronised since the last time, and what is not synchronised now.
 
-All that the audit needs of torch's privates for this is in this file, read in torch 2.13; `tests/test_audit.py` fails
-when it changes:
+All that the audit needs of torch's privates for this is in this file, and, where versions of torch differ, in
+`gradsync/engines/_torch.py`; `tests/audit/test_audit.py` fails when it changes:
 
 - DDP's reducer: `get_backward_stats()` is the time at which each parameter was last marked ready, in nanoseconds. The
   reducer marks them in a synchronising backward only, whoever armed it, whatever communication hook it runs, and in
@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from gradsync.engines._torch import groups_of, whole_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -184,7 +186,7 @@ class WatchedFSDP2(WatchedEngine):
 
     def __init__(self, states: Sequence[Any]) -> None:
         self._states = states
-        self._groups = [group for state in states for group in state._fsdp_param_groups]
+        self._groups = [group for state in states for group in groups_of(state)]
         members = [member for group in self._groups for member in group.fsdp_params]
         super().__init__([member.sharded_param for member in members])
         # Between forward and backward a module may show these in their place.
@@ -263,14 +265,7 @@ def _bytes_reduced(member: Any) -> int:
 def _holds(group: Any) -> bool:
     if group._partial_reduce_output is not None:
         return True
-    for member in group.fsdp_params:
-        if member.unsharded_accumulated_grad is not None:
-            return True
-        # Made at the first forward.
-        unsharded = getattr(member, "_unsharded_param", None)
-        if unsharded is not None and unsharded.grad is not None:
-            return True
-    return False
+    return any(whole_gradient(member) is not None for member in group.fsdp_params)
 
 
 def _wrap_pre_backward(state: Any, reached: Callable[[], None]) -> Callable[[], None]:

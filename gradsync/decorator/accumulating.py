@@ -11,6 +11,7 @@ import wrapt
 from typing_extensions import ParamSpec
 
 from gradsync.decorator.casting import Casting, Naming
+from gradsync.decorator.face import OWN, documentation, keywords_after_steps, representation
 from gradsync.decorator.over import Over, over
 from gradsync.decorator.registry import Registry
 from gradsync.decorator.settings import Compress, Settings, Sync, Tail
@@ -27,6 +28,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
+@keywords_after_steps
 def accumulating(
     steps: Steps,
     *,
@@ -116,7 +118,7 @@ class _Controls:
         self._registry.flush(self._instance)
 
     def settle(self) -> None:
-        """Make the update whose gradients still travel (`overlap`). Not collective; nothing to do is fine."""
+        """Let arrive what still travels, and make its update; nothing to do is fine."""
         self._registry.settle(self._instance)
 
     def reset(self) -> None:
@@ -137,22 +139,32 @@ class _Controls:
         self._registry.load_state_dict(state, self._instance)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_OWN})
+        return sorted({*super().__dir__(), *OWN, "__wrapped__"})
+
+    def __repr__(self) -> str:
+        return representation(self.__wrapped__, self._registry.settings)
+
+    # The docstring is the function's own. `help` looks past this method (since Python 3.9), and so finds `_HELP`, which
+    # tells what else there is. Where it should cease to, it shows the function's own as well.
+    def __getattribute__(self, name: str) -> Any:
+        return self.__wrapped__.__doc__ if name == "__doc__" else super().__getattribute__(name)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _SETTINGS:
             raise AttributeError(
                 f"{name} of a decorated function is what it was decorated with, and cannot be set to {value!r} later. "
-                "Decorate with the other value; steps may be a function of the window's number."
+                f"Decorate with the other value, accumulating({name}=...); steps may be a function of the window's number."
             )
         super().__setattr__(name, value)
 
 
-_OWN = ("over", "flush", "settle", "reset", "progress", "state_dict", "load_state_dict")
+_HELP = property(lambda self: documentation(self.__wrapped__, self._registry.settings))
 _SETTINGS = {*Settings.__dataclass_fields__, "model", "optimizer", "scheduler", "scaler"}
 
 
 class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
+    __doc__ = _HELP
+
     @property
     def _registry(self) -> Registry:
         return self._self_parent._self_registry  # type: ignore[no-any-return]
@@ -177,6 +189,7 @@ class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
 
 class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
     __bound_function_wrapper__ = _BoundAccumulating
+    __doc__ = _HELP
 
     def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
         code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
@@ -196,9 +209,6 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
     @property
     def _registry(self) -> Registry:
         return self._self_registry
-
-    def __repr__(self) -> str:
-        return f"<{self.__wrapped__!r} under accumulating, with {', '.join('.' + own for own in _OWN)}>"
 
     # A function is copied as itself and pickled by its name, and so is this one: its windows are the program's.
     def __reduce__(self) -> str:

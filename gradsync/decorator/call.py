@@ -315,8 +315,9 @@ class Call:
             return
         team = window.team
         closed, made = ClosedLosses(window.losses, closing), Update(stepped=False, grad_norm=None)
+        is_dropped = closing.factor is None or (settings.tail == "drop" and not closing.filled)
         try:
-            if closing.factor is None or (settings.tail == "drop" and not closing.filled):
+            if closing.factor is None or is_dropped:
                 team.drop_gradients()
             else:
                 if window.scale is not None and self.scaler is not None:
@@ -326,7 +327,7 @@ class Call:
             self._clear(team)
             self.end_window()
             self._note(made, closed)
-        if closing.factor is not None:
+        if not is_dropped:
             refuse_nonfinite(made, settings.nonfinite)
 
     def step(self, team: Team, factor: float) -> Update:

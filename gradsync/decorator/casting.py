@@ -114,14 +114,15 @@ def cast_of(participants: Sequence[Any]) -> Cast:
     return Cast(models, optimizers, schedulers, scalers[0] if scalers else None)
 
 
-def check_cast(cast: Cast, name: str, *, is_method: bool) -> None:
-    """Raise unless there is a model and an optimizer."""
+def check_cast(cast: Cast, name: str, came: Sequence[object], *, is_method: bool) -> None:
+    """Raise unless there is a model and an optimizer; `came` are the call's arguments."""
     for several, what in ((cast.models, "model"), (cast.optimizers, "optimizer")):
         if not several:
             how = f"lambda self, *_: self.{what}" if is_method else what
             raise GradSyncError(
-                f"{name} needs a{'n' if what == 'optimizer' else ''} {what} among its arguments, but found none. Pass "
-                f"it to the function as an argument of its own, or name it: accumulating(..., {what}={how})."
+                f"{name} needs a{'n' if what == 'optimizer' else ''} {what} among its arguments, but found none. What came is "
+                f"{', '.join(type(one).__name__ for one in came) or 'nothing'}. Pass it to the function as an argument of its "
+                f"own, or name it: accumulating(..., {what}={how})."
             )
 
 

@@ -106,6 +106,8 @@ def _warn_if_open(loop: Loop) -> None:
     opened = [run for run in loop.called if run.index]
     if opened and not loop.is_superseded:
         name = loop.name.removesuffix(".over")
+        for run in opened:
+            run.told = run.window
         warnings.warn(
             f"The loop over {loop.name} was left with a window open: {opened[0].index} micro-batches are accumulated. Call "
             f"{name}.flush() to use them, on all ranks together, or {name}.reset() to drop them.",

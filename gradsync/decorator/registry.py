@@ -54,9 +54,14 @@ class Registry:
         self._order = itertools.count()
         self._latest: dict[Key, weakref.ref[Call]] = {}
         self._running: list[_Running] = []
-        self._read_ahead: dict[tuple[int, Key], str] = {}  # loops that ended with items that no call had come for
+        self._read_ahead: dict[tuple[int, Key], Loop] = {}  # loops that ended with items that no call had come for
         self._loaded: dict[Key, list[dict[str, Any]]] = {}  # states that wait for their window's first call,
         self._loaded_latest: dict[Key, int | None] = {}  # and which of a function's was called last
+
+    @property
+    def settings(self) -> Settings:
+        """What the function was decorated with."""
+        return self._settings
 
     def call(
         self, function: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -68,7 +73,7 @@ class Registry:
         latest = self._latest.get(key)
         call = None if latest is None else latest()
         if call is None or not call.has(participants):
-            call = self._find(instance, key, participants)
+            call = self._find(instance, key, participants, [*args, *kwargs.values()])
         if call.run.window is None:
             self._settings.casting.refuse_hidden(cast_of(participants), args, kwargs, self.name)
         loop = None
@@ -94,9 +99,9 @@ class Registry:
             self._running = [one for one in self._running if one.loop is not loop]
 
     def note_idle(self, loop: Loop, instance: object) -> None:
-        """The data of `loop` has ended. Where items were drawn without a call, calls after it were meant for them."""
+        """The data of `loop` has ended. Where items were drawn without a call, calls after it may be meant for them."""
         if loop.num_idle:
-            self._read_ahead[loop.thread, None if instance is None else id(instance)] = loop.name
+            self._read_ahead[loop.thread, None if instance is None else id(instance)] = loop
 
     def runs(self, instance: object, position: int) -> list[Run]:
         """The windows that a loop in this thread may come to, in the order of their first call."""
@@ -116,16 +121,16 @@ class Registry:
         for running in reversed(self._running):
             if running.key == key and running.loop.thread == thread:
                 call.run.key = running.position * _MOST_RUNS + call.order
+                if running.loop.num_idle:
+                    running.loop.called_from = _call_stack()
                 return running.loop
-        elsewhere = next((one.loop.name for one in self._running if one.key == key and not one.loop.num_calls), None)
-        ahead = self._read_ahead.get((thread, key), elsewhere)
-        if ahead is not None:
-            raise GradSyncError(
-                f"Each item of {ahead} must have its call before the next item is drawn, but items were drawn ahead of the "
-                f"calls: the data ended with calls still to come. Put what reads ahead inside: {ahead}(prefetch(loader)), "
-                f"and neither list({ahead}(loader)) nor prefetch({ahead}(loader)). If items were left out on purpose and "
-                f"this call is none of theirs, call {self.name}.flush() or {self.name}.reset() in between."
-            )
+        elsewhere = next((one.loop for one in self._running if one.key == key and not one.loop.num_calls), None)
+        ended = self._read_ahead.get((thread, key))
+        if elsewhere is not None:
+            raise GradSyncError(_READ_AHEAD.format(over=elsewhere.name, name=self.name))
+        # A body that goes on after its data has ended had items that were drawn ahead; other calls come from elsewhere.
+        if ended is not None and (ended.called_from == _call_stack() if ended.num_calls else ended.num_items > 1):
+            raise GradSyncError(_READ_AHEAD.format(over=ended.name, name=self.name))
         return None
 
     # -- all windows ------------------------------------------------------------------------------------------------
@@ -211,17 +216,17 @@ class Registry:
 
     def forget(self, key: Key) -> None:
         """An instance is gone: another one may get its id."""
-        for own, call in self._calls:
-            if own == key:
-                self._warn_if_open(call)
+        gone = [call for own, call in self._calls if own == key]
         self._calls = [(own, call) for own, call in self._calls if own != key]
         for table in (self._latest, self._loaded, self._loaded_latest):
-            table.pop(key, None)  # type: ignore[attr-defined]
+            table.pop(key, None)
+        for call in gone:
+            self._warn_if_open(call)  # which may raise, where warnings are errors
 
     def _drop(self, call: Call) -> None:
         """An optimizer is gone, and its windows with it."""
-        self._warn_if_open(call)
         self._calls = [(key, one) for key, one in self._calls if one is not call]
+        self._warn_if_open(call)  # which may raise, where warnings are errors
 
     def _warn_if_open(self, call: Call) -> None:
         # After an error that ended the program, an open window says nothing new.
@@ -229,11 +234,11 @@ class Registry:
             call.ahead.abandon()
             if getattr(sys, "last_value", None) is None:
                 warnings.warn_explicit(LEFT.format(what=self.name), RuntimeWarning, *self._place)
-        index, size = call.run.index, call.progress.size
+        index, size, told = call.run.index, call.progress.size, call.run.told is call.run.window
         if not index:
             return
         call.run.abandon()
-        if getattr(sys, "last_value", None) is None:
+        if not told and getattr(sys, "last_value", None) is None:
             warnings.warn_explicit(
                 f"{self.name} ended with a window open: {index} of {size} "
                 f"micro-batches were accumulated and never used. Iterate with {self.name}.over(...), or call "
@@ -245,9 +250,9 @@ class Registry:
     def _forget_read_ahead(self, instance: object) -> None:
         self._read_ahead.pop((get_ident(), None if instance is None else id(instance)), None)
 
-    def _find(self, instance: object, key: Key, participants: Sequence[object]) -> Call:
+    def _find(self, instance: object, key: Key, participants: Sequence[object], came: Sequence[object] = ()) -> Call:
         cast = cast_of(participants)
-        check_cast(cast, self.name, is_method=instance is not None)
+        check_cast(cast, self.name, came, is_method=instance is not None)
         call = next((one for own, one in self._calls if own == key and one.is_for(cast, instance)), None)
         if call is None:
             call = self._make(instance, key, cast)
@@ -289,6 +294,24 @@ class Registry:
         if make and casting.known() and not any(own == key for own, _ in self._calls):
             self._find(instance, key, casting.participants((), {}))
         return [call for own, call in self._calls if own == key]
+
+
+_READ_AHEAD = (
+    "Each item of {over} must have its call before the next item is drawn, but items were drawn ahead of the calls: the data "
+    "ended with calls still to come. Put what reads ahead inside: {over}(prefetch(loader)), and neither list({over}(loader)) "
+    "nor prefetch({over}(loader)). If all items were left out on purpose, call {name}.flush() or {name}.reset() before you "
+    "go on."
+)
+
+
+def _call_stack() -> tuple[tuple[int, int], ...]:
+    """Where a call comes from, outside of this package: code and place in it, all the way up."""
+    frame, stack = sys._getframe(1), []
+    while frame is not None:
+        if stack or not frame.f_globals.get("__name__", "").startswith("gradsync."):
+            stack.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(stack)
 
 
 def _forgetting(registry: Registry, key: Key) -> Callable[[], None]:

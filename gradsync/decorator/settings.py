@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gradsync.engines._compress import check
@@ -40,23 +40,42 @@ class Settings:
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, but it is {getattr(self, name)!r}.")
         if self.clip_norm is not None:
             if isinstance(self.clip_norm, bool) or not isinstance(self.clip_norm, int | float):
-                raise TypeError(f"clip_norm must be a positive number or None, but it is {self.clip_norm!r}.")
+                raise TypeError(
+                    f"clip_norm must be a positive number or None, but it is {self.clip_norm!r}, of type "
+                    f"{type(self.clip_norm).__name__}. Pass the largest norm that gradients may have: clip_norm=1.0."
+                )
             if not self.clip_norm > 0:
                 raise ValueError(f"clip_norm must be a positive number or None, but it is {self.clip_norm!r}.")
         if self.on_update is not None and not callable(self.on_update):
             raise TypeError(
-                f"on_update must be a function of the progress, but it is {self.on_update!r}. Write, for example, "
+                f"on_update must be a function of the progress, but it is {self.on_update!r}, of type "
+                f"{type(self.on_update).__name__}. Write, for example, "
                 "on_update=lambda progress: ema.update()."
             )
         for kind in self.skip:
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
-                raise TypeError(f"skip must be a tuple of exception types, but {kind!r} is in it. Pass the classes.")
+                came = (
+                    f"{kind!r} is in it"
+                    if isinstance(kind, type)
+                    else f"{kind!r}, of type {type(kind).__name__}, is in it"
+                )
+                raise TypeError(f"skip must be a tuple of exception types, but {came}. Pass the classes.")
         check(self.compress)
         self.terms()  # which looks at the steps
         check_settings(self.overlap, self.steps, sync=self.sync)
+
+    def in_words(self) -> str:
+        """What differs from the defaults, as it would be written."""
+        given = [one for one in fields(self) if one.name not in {"steps", "casting"}]
+        changed = [(one.name, value) for one in given if (value := getattr(self, one.name)) != one.default]
+        return ", ".join(f"{name}={_as_written(value)}" for name, value in [("steps", self.steps), *changed])
 
     def terms(self) -> Terms:
         """What the ranks must have alike."""
         words: dict[str, Any] = {"nonfinite": self.nonfinite, "clip_norm": self.clip_norm}
         words |= {"overlap": self.overlap, "compress": self.compress}
         return Terms(self.steps, self.tail, sync=self.sync, skip=self.skip, words=words)
+
+
+def _as_written(value: object) -> str:
+    return str(getattr(value, "__name__", None) or repr(value))

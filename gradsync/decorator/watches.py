@@ -39,7 +39,8 @@ class GradientWatch:
             drop = "gradsync.sync_gradients(model) and " if inside else ""
             raise GradSyncError(
                 f"A window must begin without gradients, but {left or inside} parameters have one as {name} "
-                f"begins its first. Call {drop}optimizer.zero_grad() after your own backwards."
+                f"begins its first. Call {drop}optimizer.zero_grad() after your own backwards. If they are of a "
+                f"window that another {name}, or another function, left open, call its flush() or reset() before it goes."
             )
 
     def remember(self) -> None:

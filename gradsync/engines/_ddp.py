@@ -5,7 +5,7 @@ the forward to be its own. Here every forward runs held, and the reducer is arme
 boundary. Whatever the body called, a method, a sub-module, `ddp.module(x)`, the backward then reaches the parameters,
 and their hooks reach the reducer.
 
-All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/test_torch_internals.py`
+All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/engines/test_torch_ddp.py`
 fails when it changes): `ddp.reducer` with `prepare_for_forward`, `prepare_for_backward`, `_rebuild_buckets`,
 `_check_reducer_finalized`, `_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_reset_state`; and the
 attributes of DDP that are named below. Static graphs are in `_ddp_static.py`, and a rank that is alone in `_ddp_alone.py`.
@@ -24,7 +24,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
+from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Carrier, Engine
+from gradsync.engines._torch import ddp_finalizes_by_hand
 from gradsync.ranks.group import is_alive
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class _Touch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.num_parameters = len(parameters)
-        return parameters[0].new_zeros(())
+        return torch.zeros((), device=parameters[0].device)  # real, though a parameter may be complex
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, ...]:
@@ -58,6 +60,7 @@ class DDPEngine(Engine):
 
     def __init__(self, ddp: DistributedDataParallel, module: nn.Module | None = None) -> None:
         self._check(ddp)
+        check_torch("ddp", ddp=ddp)
         assert ddp.process_group is not None, "every DistributedDataParallel has one"
         super().__init__(ddp.process_group, ddp._module_parameters)
         self._ddp = ddp
@@ -84,7 +87,8 @@ class DDPEngine(Engine):
 
     def share_buffers(self, source: int) -> None:
         ddp = self._ddp
-        if ddp.forward_sync_buffers and ddp.modules_buffers and self.group.size() > 1:
+        # torch 2.13 renamed it `forward_sync_buffers`, and answers to this name too.
+        if ddp.broadcast_buffers and ddp.modules_buffers and self.group.size() > 1:
             with torch.no_grad():
                 ddp._assign_modules_buffers()
                 with torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)):
@@ -324,6 +328,11 @@ def check(ddp: DistributedDataParallel) -> None:
             "gradsync needs to hold a model's gradients back, but this DistributedDataParallel was made with "
             "delay_all_reduce_named_params, which synchronises those parameters in every backward. "
             "Leave that argument out."
+        )
+    if ddp_finalizes_by_hand(ddp):
+        raise GradSyncError(
+            "gradsync needs a backward to end its own reductions, but this DistributedDataParallel's "
+            "require_manual_backward_finalization is True, which leaves that to its user. Leave it False."
         )
     if not is_alive(ddp.process_group):
         raise GradSyncError(

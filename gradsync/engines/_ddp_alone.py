@@ -22,13 +22,24 @@ class AloneEngine(DDPEngine):
         hooked = ddp._comm_hooks or "comm_hook" in ddp._get_ddp_logging_data()
         return ddp.process_group is not None and ddp.process_group.size() == 1 and not searched and not hooked
 
-    def arm(self, loss: torch.Tensor | None) -> None: ...
+    # A communication hook may come later, and then sees the gradients as ever.
+
+    def arm(self, loss: torch.Tensor | None) -> None:
+        if self._ddp._comm_hooks:
+            super().arm(loss)
 
     def settle(self) -> None:
+        if self._ddp._comm_hooks:
+            super().settle()
+            return
         never_used = [parameter for parameter in self._reduced if parameter.grad is None]
         if never_used:
             raise GradSyncError(unused_message(self.named_parameters(), never_used))
 
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        if self._ddp._comm_hooks:
+            super().abort()
 
-    def reduce(self) -> None: ...
+    def reduce(self) -> None:
+        if self._ddp._comm_hooks:
+            super().reduce()

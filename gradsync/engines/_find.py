@@ -101,9 +101,9 @@ def behind(module: nn.Module) -> DistributedDataParallel | None:
     return engines[-1].ddp if engines else None
 
 
-def is_engine(module: nn.Module) -> bool:
-    """Whether an engine is made for a module of this class."""
-    return _make_for(type(module)) is not None
+def is_engine(kind: type) -> bool:
+    """Whether an engine is made for modules of this class."""
+    return issubclass(kind, nn.Module) and _make_for(kind) is not None
 
 
 def common_group(engines: Sequence[Engine]) -> dist.ProcessGroup | None:

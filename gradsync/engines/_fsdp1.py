@@ -3,19 +3,15 @@
 Its `no_sync` is read as a backward ends, where DDP's is read in forward, and is for the root only. The switch that it
 writes, `_sync_gradients` of each instance, is written here.
 
-Private in torch (read in torch 2.13; `tests/test_engines_torch.py` fails when it changes): of an instance
-`_sync_gradients`, `_handle`, `_is_root`, `_all_fsdp_states`, `training_state`, `process_group`, `_inter_node_pg`,
-`_post_backward_callback_queued`, `_post_backward_stream`, `_all_reduce_stream`, `_device_handle`; of a handle
-`flat_param`, `uses_sharded_strategy`, `device`, `_reduce_dtype`, `_training_state`, `prepare_gradient_for_optim`,
-`_get_unflat_views`, `_use_unsharded_grad_views`, `_use_sharded_grad_views`; of a flat parameter `_params`, `_shapes`,
-`_shard_param_infos`, `_unpadded_unsharded_size`, `_saved_grad_shard`, `_post_backward_called`; and of `_runtime_utils`
-`_lazy_init`, `_post_backward_final_callback`, `_reduce_grad`, `_reduce_grad_no_shard` and `_reshard`.
+What is private in torch here is listed in `_privates.py`. Instances and handles lead to the modules, and are held
+weakly, so that who drops a model has dropped it, wherever its engine is kept.
 
 A held gradient is the flat parameter's, of its whole size; a reduced one has the size of this rank's shard.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, _
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
 from gradsync._errors import GradSyncError
+from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Engine
 
 if TYPE_CHECKING:
@@ -31,6 +28,8 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
+
+_Switches = list[tuple[Any, bool]]  # of instances
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -42,22 +41,47 @@ class FSDP1Engine(Engine):
     holds_inside = True
 
     def __init__(self, module: FullyShardedDataParallel) -> None:
-        # Any, because nn.Module types all attributes of its own as tensors or modules.
-        self._root: Any = module
-        self._instances: list[Any] = [one for one in module.modules() if isinstance(one, FullyShardedDataParallel)]
-        self._owners: dict[FlatParamHandle, Any] = {one._handle: one for one in self._instances if one._handle}
-        self.modules = self._instances
-        self._handles = list(self._owners)
+        instances = [part for part in module.modules() if isinstance(part, FullyShardedDataParallel)]
+        self._root_ref = weakref.ref(module)
+        self._instance_refs = [weakref.ref(instance) for instance in instances]
         self._hybrid = module.sharding_strategy in _HYBRID
-        if any(handle.uses_sharded_strategy for handle in self._handles):
-            self.shard_group = module.process_group
-        self._mesh_group: dist.ProcessGroup | None = None
-        self._held: dict[FlatParamHandle, tuple[torch.Tensor, int]] = {}
         assert module.process_group is not None, "it has been wrapped"
-        super().__init__(
-            module.process_group,
-            [p for handle in self._handles for p in (handle.flat_param._params or [handle.flat_param])],
-        )
+        self._group = module.process_group
+        self._mesh_group: dist.ProcessGroup | None = None
+        self._held: dict[FlatParamHandle, tuple[torch.Tensor, int]] = {}  # between arming and settling
+        handles = self._handles
+        if any(handle.uses_sharded_strategy for handle in handles):
+            self.shard_group = module.process_group
+        for handle in handles[:1]:
+            check_torch("fsdp1", module=module, handle=handle, runtime=_runtime_utils)
+
+    @property
+    def _root(self) -> Any:
+        root = self._root_ref()
+        assert root is not None, "the caller holds the module"
+        return root
+
+    @property
+    def _instances(self) -> list[Any]:
+        # Any, because nn.Module types all attributes of its own as tensors or modules.
+        return [instance for ref in self._instance_refs if (instance := ref()) is not None]
+
+    @property
+    def _owners(self) -> dict[FlatParamHandle, Any]:
+        return {instance._handle: instance for instance in self._instances if instance._handle}
+
+    @property
+    def _handles(self) -> list[FlatParamHandle]:
+        return list(self._owners)
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:  # type: ignore[override]
+        return self._instances
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:  # type: ignore[override]
+        # A flat parameter knows its modules, and so is not kept here either.
+        return [p for handle in self._handles for p in (handle.flat_param._params or [handle.flat_param])]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -100,7 +124,8 @@ class FSDP1Engine(Engine):
             reduced = any(gradient.dim() > len(shape) for gradient, shape in came)
             dtype = came[0][0].dtype
             size = flat.shape if reduced else flat._unpadded_unsharded_size
-            gradient = torch.zeros(size, dtype=dtype, device=handle.device)
+            # A shard lies where its parameter does, which is not where that computes if it is offloaded.
+            gradient = torch.zeros(size, dtype=dtype, device=flat.device if reduced else handle.device)
             for parameter, part in _parts(handle, gradient).items():
                 if parameter in gradients:
                     part.copy_(gradients[parameter])
@@ -113,16 +138,17 @@ class FSDP1Engine(Engine):
 
     # -- micro-batch ----------------------------------------------------------------------------------------------
 
-    def hold(self) -> list[bool]:
-        return self._switch([False] * len(self._instances))
+    def hold(self) -> _Switches:
+        return self._switch(on=False)
 
-    def restore(self, found: list[bool]) -> None:
-        self._switch(found)
+    def restore(self, found: _Switches) -> None:
+        for module, flag in found:
+            module.__dict__["_sync_gradients"] = flag
 
     # -- boundary -------------------------------------------------------------------------------------------------
 
     def arm(self, loss: torch.Tensor | None) -> None:  # noqa: ARG002 - whatever reaches a flat parameter reduces it
-        self._switch([True] * len(self._instances))
+        self._switch(on=True)
         self._held = {}
         for handle in self._handles:
             if handle.flat_param.grad is not None and _is_whole(handle.flat_param, handle.flat_param.grad):
@@ -138,7 +164,8 @@ class FSDP1Engine(Engine):
         self._held = {}
 
     def abort(self) -> None:
-        """The other ranks wait in a gather of this rank's parameters, and cannot be helped from here."""
+        # The other ranks wait in a gather of this rank's parameters, and cannot be helped from here.
+        self._held = {}
 
     def reduce(self) -> None:
         for handle in reversed(self._handles):
@@ -146,6 +173,7 @@ class FSDP1Engine(Engine):
                 self._reduce_held(handle)
 
     def discard(self) -> None:
+        self._held = {}
         for handle in self._handles:
             flat = handle.flat_param
             flat.grad = None
@@ -153,8 +181,9 @@ class FSDP1Engine(Engine):
                 parameter.grad = None
             if hasattr(flat, "_saved_grad_shard"):
                 del flat._saved_grad_shard
-        if not self._root._is_root:
-            return  # no forward has been, or another root is above
+        root = self._root_ref()
+        if root is None or not root._is_root:
+            return  # it is gone, no forward has been, or another root is above
         for handle, owner in self._owners.items():  # which FSDP itself does not do without sharding
             _runtime_utils._reshard(owner, handle, handle.uses_sharded_strategy)
         if self._is_under_way():
@@ -164,14 +193,16 @@ class FSDP1Engine(Engine):
 
     def _reduce_held(self, handle: FlatParamHandle) -> None:
         """What the end of a handle's backward does to its gradient."""
-        _runtime_utils._lazy_init(self._root, self._root)  # a window that was loaded may end without a forward here
+        root = self._root
+        _runtime_utils._lazy_init(root, root)  # a window that was loaded may end without a forward here
         module, flat = self._owners[handle], handle.flat_param
         assert flat.grad is not None, "held"
         device, stream = module._device_handle, module._post_backward_stream
         states = module.training_state, handle._training_state
         module.training_state = TrainingState.FORWARD_BACKWARD
         handle._training_state = HandleTrainingState.BACKWARD_POST
-        stream.wait_stream(device.current_stream())
+        current = device.current_stream()
+        stream.wait_stream(current)
         with torch.no_grad(), device.stream(stream):
             if flat.grad.dtype != handle._reduce_dtype and not _runtime_utils._low_precision_hook_enabled(module):
                 flat.grad.data = flat.grad.to(handle._reduce_dtype)
@@ -180,32 +211,39 @@ class FSDP1Engine(Engine):
                 _runtime_utils._reduce_grad(module, handle)
             else:
                 _runtime_utils._reduce_grad_no_shard(module, handle)
+        # Then, as a backward's end does: a hybrid's replicas are added up on a stream of their own, and what comes next
+        # (a cast of the gradient, the optimizer) runs on the current one.
+        current.wait_stream(stream)
+        if module._all_reduce_stream is not current:
+            current.wait_stream(module._all_reduce_stream)
+        if module.cpu_offload.offload_params:
+            current.synchronize()  # its copy to the CPU does not wait
+        with torch.no_grad():
             flat._post_backward_called = True
             handle.prepare_gradient_for_optim()
             flat._post_backward_called = False
-        device.current_stream().wait_stream(stream)
         module.training_state, handle._training_state = states
 
-    def _switch(self, flags: Sequence[bool]) -> list[bool]:
+    def _switch(self, *, on: bool) -> _Switches:
         # Written through __dict__: nn.Module.__setattr__ costs 1.7 us.
-        found: list[bool] = []
-        for module, flag in zip(self._instances, flags, strict=True):
-            state: dict[str, Any] = module.__dict__
-            found.append(state["_sync_gradients"])
-            state["_sync_gradients"] = flag
+        instances = self._instances
+        found = [(module, module.__dict__["_sync_gradients"]) for module in instances]
+        for module in instances:
+            module.__dict__["_sync_gradients"] = on
         return found
 
     def _is_under_way(self) -> bool:
         """Whether an exception has left FSDP in the middle of a forward or backward."""
-        return self._root._post_backward_callback_queued or any(
-            state.training_state is not TrainingState.IDLE for state in self._root._all_fsdp_states
+        root = self._root
+        return root._post_backward_callback_queued or any(
+            state.training_state is not TrainingState.IDLE for state in root._all_fsdp_states
         )
 
     def _end_backward(self) -> None:
         """What ends each backward: everything is put away, and nothing reduced."""
-        found = self.hold()
+        found, root = self.hold(), self._root
         try:
-            _runtime_utils._post_backward_final_callback(self._root, self._root)
+            _runtime_utils._post_backward_final_callback(root, root)
         finally:
             self.restore(found)
         for handle in self._handles:

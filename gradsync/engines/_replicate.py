@@ -2,8 +2,8 @@
 
 It is made as the first forward begins, from what `replicate` was told, and its switch is read there.
 
-Private in torch (read in torch 2.13; `tests/test_engines_torch.py` fails when it changes): of `replicate.state(module)`
-`lazy_init`, `_init_args`, `_ddp`, `_no_sync`, `_param_list`, `_param_names`.
+Private in torch (read in torch 2.13; `tests/engines/test_torch_sharded.py` fails when it changes): of
+`replicate.state(module)` `lazy_init`, `_init_args`, `_ddp`, `_no_sync`, `_param_list`, `_param_names`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.distributed._composable.replicate import replicate
 from gradsync.engines._ddp import DDPEngine
 from gradsync.engines._ddp_alone import AloneEngine
 from gradsync.engines._ddp_static import StaticEngine
+from gradsync.engines._privates import check_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,6 +58,7 @@ class _ReplicatedAlone(_Replicated, AloneEngine):
 def replicate_engine(module: nn.Module) -> DDPEngine:
     """The engine of a module that `replicate` was called on."""
     state: Any = replicate.state(module)
+    check_torch("replicate", state=state)
     if state._init_args:
         state.lazy_init()
     if AloneEngine.fits(state._ddp):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch.autograd import Variable, profiler
 
+from gradsync._errors import GradSyncError
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ class Hold:
                 engine.restore(found)
 
 
-def backward(loss: torch.Tensor, order: Order, *, seed: torch.Tensor | None = None, run: RunBackward | None = None) -> None:
+def backward(
+    loss: torch.Tensor, order: Order, *, seed: torch.Tensor | None = None, run: RunBackward | None = None
+) -> None:
     """The backward of `loss` inside a `Hold`, in which the engines of `order` synchronise.
 
     `seed` is the gradient to begin with, 1 by default; `run` is what runs the backward, `loss.backward` by default. An
@@ -68,12 +71,27 @@ def backward(loss: torch.Tensor, order: Order, *, seed: torch.Tensor | None = No
         if run is None:
             loss.backward(seed)
         else:
-            run(loss if seed is None else loss * seed)
+            _insist(run, loss if seed is None else loss * seed)
     except BaseException as error:
         if order and not is_lost(error):  # else nobody is there to complete anything with
             order.abort()
         raise
     order.complete()
+
+
+def _insist(run: RunBackward, loss: torch.Tensor) -> None:
+    """Let `run` run the backward; raise if it did not."""
+    came: list[None] = []
+    watch = loss.register_hook(lambda _: came.append(None))
+    try:
+        run(loss)
+    finally:
+        watch.remove()
+    if not came:
+        raise GradSyncError(
+            f"What is given as run= must run the backward of the loss that it is called with, but {run!r} returned and no "
+            "backward had come to that loss. Pass accelerator.backward or fabric.backward, or leave run= out."
+        )
 
 
 class Order(NamedTuple):

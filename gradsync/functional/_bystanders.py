@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +11,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradsync.engines import Engine
+
+# Two threads may hold one teacher: the first to end must not switch it on for the other. How many hold a parameter is
+# on the parameter itself, as long as any does.
+_HOLDERS = "_gradsync_holders"
+_SWITCHING = Lock()
 
 
 class Bystanders:
@@ -38,16 +44,28 @@ class Bystanders:
         for engine in self._engines:
             engine.rest()  # what is gathered already would not see the switch
         found = [engine.hold() for engine in self._engines]
-        switched_off = [parameter for parameter in self._parameters if parameter.requires_grad]
-        for parameter in switched_off:
-            parameter.requires_grad_(False)
+        switched_off = []
+        with _SWITCHING:
+            for parameter in self._parameters:
+                state = vars(parameter)
+                holders = state.get(_HOLDERS, 0)
+                if holders or parameter.requires_grad:
+                    state[_HOLDERS] = holders + 1
+                    parameter.requires_grad_(False)
+                    switched_off.append(parameter)
         return found, switched_off
 
     def restore(self, found: tuple[list[Any], list[nn.Parameter]]) -> None:
-        """Switch on exactly what was switched off."""
+        """Switch on exactly what was switched off, where no other thread still holds it."""
         flags, switched_off = found
-        for parameter in switched_off:
-            parameter.requires_grad_(True)
+        with _SWITCHING:
+            for parameter in switched_off:
+                state = vars(parameter)
+                holders = state.pop(_HOLDERS, 1) - 1
+                if holders:
+                    state[_HOLDERS] = holders
+                else:
+                    parameter.requires_grad_(True)
         for engine, flag in zip(self._engines, flags, strict=True):
             engine.restore(flag)
             engine.rest()

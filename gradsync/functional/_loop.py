@@ -48,12 +48,14 @@ class Loop:
         self.num_calls = 0
         self.num_idle = 0  # items that no call came for
         self.is_superseded = False  # whether another loop of the same calls began before this one had ended
+        self.called_from: object = None  # where the last call came from, if items have been idle
         self.kept: dict[Run, Any] = {}  # what the last calls are made of, alive as long as the loop is
         self.called: list[Run] = []  # in the order of their first call
         self._length = length
         self._runs = runs
         self._is_last = False  # whether the current item is the last
-        self._has_ended = self._has_told_end = False
+        self._has_ended = False
+        self._told_end: set[Run] = set()  # whose last window has closed, as the ranks know
         self._calls: dict[Run, int] = {}  # for the current item,
         self._most: dict[Run, int] = {}  # and the most for one before it
         self._chief: Run | None = None  # over whose ranks the loop's tables go
@@ -69,11 +71,10 @@ class Loop:
         self.num_items += 1
         self._is_last = last
 
-    @property
-    def left(self) -> float:
+    def left(self, run: Run) -> float:
         """How many items are still to come; inf where that is not known, and a part of one if a call may come."""
         if self._is_last:
-            return 0.0 if self._has_ended or all(map(self._calls_once, self.called)) else _PERHAPS
+            return 0.0 if self._has_ended or self._calls_once(run) else _PERHAPS
         return math.inf if self._length is None else float(max(0, self._length - self.num_items))
 
     def calls_once(self, run: Run) -> None:
@@ -82,7 +83,7 @@ class Loop:
 
     def enter(self, run: Run) -> None:
         """A call begins, and opens a window if none is open."""
-        if self._has_told_end and self._team.num_ranks > 1:
+        if run in self._told_end and self._team.num_ranks > 1:
             raise GradSyncError(
                 f"Each item of {self.name} has had one call, and so the call for the last item has closed the last window, on "
                 "all ranks; but one more call came for it. Make as many calls for each item, or call after the loop."
@@ -108,7 +109,7 @@ class Loop:
             if self._planned is not None:
                 ends = window.index + 1 >= self._planned
             else:
-                left = 0.0 if ends else max(1.0, self.left)
+                left = 0.0 if ends else max(1.0, self.left(run))
                 size = float(window.size)
                 ends = not any(s.left for s in self._ask(Share(closing=float(run.key), left=left, size=size)))
         return ends and run.terms.tail != "carry"
@@ -132,8 +133,9 @@ class Loop:
 
     def share(self, run: Run, window: Window) -> Share:
         """What this rank says of a window that it closes."""
-        once, left = float(self._calls_once(run)), self.left
-        self._has_told_end = left == 0
+        once, left = float(self._calls_once(run)), self.left(run)
+        if left == 0:
+            self._told_end.add(run)
         return window.share(closing=float(run.key), opened=self._first_open(), left=left, once=once)
 
     def hear(self, run: Run, window: Window, sent: Sent) -> list[Share]:
@@ -253,7 +255,7 @@ class Loop:
         """Hear at the first call, or at the end of the data, which ranks have anything at all."""
         team = run.fit()
         self._chief = run
-        here = self.left + (not self._has_ended)
+        here = self.left(run) + (not self._has_ended)
         said = meet_with_data(
             team.group,
             team.twins,
@@ -323,7 +325,7 @@ class Loop:
         team = self._team
         differ = [twins_differ(group, share, team.parameters) for group in team.twins]
         shares = [Share.of(row) for row in self._send(replace(share, failed=float(any(differ)))).rows()]
-        apart = ranks_where(share.failed for share in shares)
+        apart = ranks_where(bool(share.failed) for share in shares)
         if apart:
             raise GradSyncError(
                 "All ranks of a tensor-parallel group must come to the same micro-batches, but those of data-parallel "
@@ -381,8 +383,9 @@ def check_repeats(can_repeat: Sequence[bool], name: str) -> None:
     cannot = ranks_where(not can for can in can_repeat)
     if cannot:
         raise GradSyncError(
-            f"Every rank needs at least one item in {name}, to repeat with when it has run out, but rank {cannot} has "
-            "none. Give each rank an item; accumulating, whose .over needs none on DDP, is another way."
+            f"Every rank needs at least one item in {name} where the engine's forward communicates, or the loop's body goes "
+            f"on, to repeat its call with when it has run out, but rank {cannot} has none. Give each rank an item, or use "
+            "accumulating, whose .over needs none on DDP."
         )
 
 

@@ -144,6 +144,7 @@ class Run:
         self.team: Team | None = None
         self.window: Window | None = None
         self.last: Any = None  # the last good micro-batch, if its driver can run it again: has `is_alive`
+        self.told: Window | None = None  # the one that was said to be left open
         self.who = Who()
         # What a window's synchronisation is to be inside of, where gradients go another way.
         self.crossing: Crossing = _Plainly()

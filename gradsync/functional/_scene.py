@@ -12,7 +12,7 @@ from gradsync.engines import is_engine
 from gradsync.ranks.group import several_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 _Parameter = tuple[Any, ...]
 
@@ -27,7 +27,7 @@ class Scene:
     models: Sequence[_Parameter]
     owned: Sequence[nn.Parameter]
     wrappers: Sequence[int]  # the ids of modules that engines are made for: as many, at the same places
-    kinds: frozenset[type]  # of all modules
+    kinds: Mapping[type, bool]  # the classes of all modules, and whether an engine is made for these
     world: object  # the default process group, if there is one of several ranks
 
     @classmethod
@@ -44,9 +44,7 @@ class Scene:
         """
         found: dict[nn.Parameter, None] = {}
         wrappers: list[int] = []
-        kinds: dict[type, bool] = dict.fromkeys(before.kinds, False) if before is not None else {}
-        if before is not None:
-            kinds.update({kind: is_engine(kind) for kind in before.kinds if before.wrappers})
+        kinds: dict[type, bool] = {} if before is None else dict(before.kinds)
         seen: dict[type, None] = {}
         for model in models:
             for place, module in enumerate(model.modules()):
@@ -63,7 +61,7 @@ class Scene:
         mine = tuple(owned)
         alike = tuple(_likeness(p, trained is None or id(p) in trained) for p in dict.fromkeys((*found, *mine)))
         world = dist.group.WORLD if several_ranks() else None
-        return cls(alike, mine, wrappers, frozenset(seen), world)
+        return cls(alike, mine, wrappers, {kind: kinds[kind] for kind in seen}, world)
 
     def is_like(self, other: Scene) -> bool:
         """Whether nothing has changed that matters to an engine."""

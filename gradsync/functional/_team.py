@@ -155,6 +155,12 @@ def _num_elements(engine: Any) -> int:
 
 
 def _no_model(name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> str:
+    if not models:
+        return (
+            f"The models of {name} must be alive as long as it has windows to open or to close, but those that it was called "
+            "with are gone, and so are their parameters. Keep a reference to the model, or call flush() and reset() before "
+            "it goes."
+        )
     return (
         f"At least one model must have parameters in the optimizer, but none that {name} was called with has: not "
         f"{', '.join(type(model).__name__ for model in models)} in {', '.join(type(one).__name__ for one in optimizers)}. "

@@ -84,7 +84,8 @@ class Window:
             return None
         key = (self.size, loss.dtype, loss.device, loss.shape)
         seed = self._seeds.get(key)
-        if seed is None:
+        # A parameter whose view is the loss takes the seed for its gradient, without a copy, and then it is written to.
+        if seed is None or seed._version:
             if len(self._seeds) > 16:  # a user's steps may take any number of values
                 self._seeds.clear()
             seed = self._seeds[key] = torch.ones_like(loss, requires_grad=False) / self.size

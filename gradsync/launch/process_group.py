@@ -102,6 +102,7 @@ class GroupContext:
 
         def __getattr__(self, name: str) -> Any:
             if name in {field.name for field in fields(World)}:
+                self._entered = True  # which is said herewith, and no second time as this ends
                 raise GradSyncError(f"gradsync.process_group() has no {name} before it is entered. {_USE}")
             raise AttributeError(f"gradsync.process_group() has no attribute {name!r}. {_USE}")
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # gloo raises plain RuntimeErrors. These are the words of all that torch 2.13 raised as ranks were killed or hung and
-# links were cut (tests/test_faults.py, tests/test_two_hosts.py); other backends and the store have DistErrors.
+# links were cut (tests/faults); other backends and the store have DistErrors.
 _WORDS = re.compile(
     r"gloo|pair closure|Timed out waiting|Connection (closed|reset|refused)|Broken pipe|No route to host|Socket Timeout"
 )

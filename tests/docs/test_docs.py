@@ -11,6 +11,8 @@ import ast
 import doctest
 import importlib
 import importlib.util
+import inspect
+import os
 import pkgutil
 import re
 import shlex
@@ -20,12 +22,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import gradsync
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(gradsync.__file__).parent
-DOCUMENTS = [ROOT / "README.md", *sorted(PACKAGE.rglob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted(PACKAGE.rglob("*.md"))]
+NEEDS = {"overlap.md": ("overlap", "compress"), "parts.md": ("fit",)}  # keywords of accumulating that a document is about
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -75,11 +79,40 @@ def _undo() -> object:
 # -- Markdown -----------------------------------------------------------------------------------------------------------
 
 
+def skip_if_not_there(document: Path) -> None:
+    missing = set(NEEDS.get(document.name, ())) - set(inspect.signature(gradsync.accumulating).parameters)
+    if missing:
+        pytest.skip(f"accumulating has no keyword {', '.join(sorted(missing))} yet")
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_the_blocks_of_a_document_run(document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    skip_if_not_there(document)
     monkeypatch.chdir(tmp_path)  # files that the examples write are nobody's
     shown = execute(document.read_text(encoding="utf-8"), str(document))
     assert shown or document.name != "README.md" or document.parent != ROOT, "the README has no ```python block"
+
+
+def execute_on_a_rank(document: Path, folder: Path) -> None:
+    found = Path.cwd()
+    mine = folder / str(dist.get_rank())
+    mine.mkdir()
+    os.chdir(mine)
+    try:
+        execute(document.read_text(encoding="utf-8"), str(document))
+    finally:
+        os.chdir(found)
+        torch.set_default_dtype(torch.float32)
+
+
+FOR_RANKS = [document for document in DOCUMENTS if document.parent == ROOT / "docs" or document.name == "README.md"]
+
+
+@pytest.mark.parametrize("document", FOR_RANKS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_the_blocks_of_a_document_run_on_two_ranks(ranks, document: Path, tmp_path: Path) -> None:
+    """A reader copies them into a program for several ranks: nothing in them is for a single rank only."""
+    skip_if_not_there(document)
+    ranks(2).run(execute_on_a_rank, document, tmp_path)
 
 
 def commands(text: str) -> list[tuple[int, list[str]]]:
@@ -112,6 +145,7 @@ def problem(words: list[str]) -> str | None:
     for module in modules:
         if module.startswith(("gradsync", "tests")) and importlib.util.find_spec(module) is None:
             return f"there is no module {module}"
+    words = words[: words.index("--")] if "--" in words else words  # what follows is another program's
     scripts = [position for position, word in enumerate(words) if script_of(word) is not None]
     if scripts:
         known = options(script_of(words[scripts[-1]]))
@@ -144,10 +178,21 @@ def test_what_the_shell_commands_of_a_document_name_exists(document: Path) -> No
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_relative_links_of_the_readme_lead_somewhere() -> None:
-    links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    missing = [link for link in links if not (ROOT / link).exists()]
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_relative_links_of_a_document_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", document.read_text(encoding="utf-8"))
+    missing = [link for link in links if not (document.parent / link).exists()]
     assert not missing
+
+
+def test_the_test_that_contributing_shows_is_run() -> None:
+    [shown] = [block.code for block in blocks((ROOT / "CONTRIBUTING.md").read_text()) if block.language == "python"]
+    assert Path(__file__).with_name("test_shown.py").read_text().strip().endswith(shown.strip())
+
+
+def test_the_documents_are_found() -> None:
+    names = {document.name for document in DOCUMENTS}
+    assert names >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "how-it-works.md", "recipes.md"}
 
 
 # -- docstrings -----------------------------------------------------------------------------------------------------------
@@ -239,6 +284,7 @@ def test_a_block_that_would_not_run_is_refused(language: str) -> None:
         ("-m tests.programs --programs 5", None),
         ("-m tests.programs --fast", "tests.programs has no option --fast"),
         ("-m tests.measure.speed --rounds 3", None),
+        ("-m tests.measure.speed -- -k fsdp2", None),
         ("-m pip install -e '.[test,nothing]'", "there is no extra nothing"),
     ],
 )

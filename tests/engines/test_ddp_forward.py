@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from gradsync import accumulating
-from gradsync.engines._ddp import DDPEngine
 from tests.support.compare import assert_equal_updates
 from tests.support.models import small_model
 from tests.support.recorder import Recorder
@@ -108,40 +107,18 @@ def test_one_rank_on_ddp(ranks):
     assert "must be used in each window" in ranks(1).run(alone, "unused")[0]
 
 
-class SameTimes(list):
-    """What a reducer noted before, and notes again: two backwards that take the same to the nanosecond."""
-
-    __hash__ = None
-
-    def __eq__(self, _):
-        return True
-
-    def __ne__(self, _):
-        return False
-
-
-def same_times(config: dict) -> None:
-    """The times that a reducer notes may be those of the backward before; each window still reduces once."""
+def reduces_once(config: dict) -> None:
+    """Whether the backward came by is told by a hook: each window reduces once, and not once more after it."""
     rank = dist.get_rank()
     model = small_model(unused="find_unused_parameters" in config)
     home = DDP(model, **config)
     optimizer = Recorder(model.parameters())
     step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
-    arm = DDPEngine.arm
-
-    def armed(engine, loss):
-        arm(engine, loss)
-        engine._stats_before = engine._stats_before and SameTimes(engine._stats_before)
-
     counts = []
-    DDPEngine.arm = armed
-    try:
-        for i in range(8):
-            before = num_collectives()
-            step(home, optimizer, micro_batch(rank, i))
-            counts.append(num_collectives() - before)
-    finally:
-        DDPEngine.arm = arm
+    for i in range(8):
+        before = num_collectives()
+        step(home, optimizer, micro_batch(rank, i))
+        counts.append(num_collectives() - before)
     once = 2 if "find_unused_parameters" in config else 1
     assert counts[4:] == [0, once, 0, once], counts
     windows = [[(r, i + k) for k in range(2) for r in range(2)] for i in (0, 2, 4, 6)]
@@ -152,5 +129,5 @@ def same_times(config: dict) -> None:
 @pytest.mark.parametrize(
     "config", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}]
 )
-def test_two_backwards_that_take_the_same_time(ranks, config):
-    ranks(2).run(same_times, config)
+def test_each_window_reduces_once(ranks, config):
+    ranks(2).run(reduces_once, config)

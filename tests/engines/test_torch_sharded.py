@@ -5,47 +5,37 @@ Torch alone, without gradsync. A failure here says what to read again before any
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
+from gradsync.engines import _torch
+from gradsync.engines._privates import MADE_LATER, PRIVATES, missing
 from tests.support.homes import home_of
 from tests.support.models import Partly
 from tests.support.reference import mean_of
 from tests.support.training import data
 
 
-def have(thing: object, *names: str) -> None:
-    missing = [name for name in names if not hasattr(thing, name)]
-    assert not missing, f"torch {torch.__version__}: {type(thing).__name__} has no {missing}"
+def have(kind: str, **roots: object) -> None:
+    """What torch makes at once and what it makes later: both are there after a backward."""
+    lost = missing(PRIVATES[kind], roots) + missing(MADE_LATER.get(kind, {}), roots)
+    assert not lost, f"torch {torch.__version__} has no {lost}; see gradsync/engines/_{kind}.py"
 
 
 def fsdp2_names() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-    have(TrainingState, "IDLE")
+    assert hasattr(TrainingState, "IDLE")
     home = home_of("fsdp2")
     home.model(data(0, 0)).sum().backward()
     state = home.model.first._get_fsdp_state()
-    have(
-        state, "_modules", "_fsdp_param_groups", "_state_ctx", "_is_root", "_lazy_init", "_training_state",
-        "_reset_iter_state", "_root_post_backward_final_callback",
-    )  # fmt: skip
-    have(state._state_ctx, "all_states", "iter_forward_root", "post_backward_final_callback_queued")
-    (group,) = state._fsdp_param_groups
-    for name in (
-        "reduce_grads", "all_reduce_grads", "reshard_after_backward", "reduce_scatter_unused_params",
-        "gradient_divide_factor", "_partial_reduce_output", "_training_state",
-    ):  # fmt: skip
+    (group,) = _torch.groups_of(state)
+    have("fsdp2", state=state, group=group, param=group.fsdp_params[0])
+    for name in ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "_partial_reduce_output"):
         assert name in group.__dict__, f"{name} is not a plain attribute of a parameter group any more"
-    have(group, "fsdp_params", "mesh_info", "is_sharded", "_to_sharded", "mp_policy", "device")
-    have(
-        group.fsdp_params[0], "sharded_param", "unsharded_accumulated_grad", "_unsharded_param", "init_unsharded_param",
-        "init_all_gather_outputs", "free_unsharded_param", "_sharded_param_data", "_sharded_local_tensor", "mp_policy", "device", "to_sharded_dtensor",
-        "_module_info",
-    )  # fmt: skip
-    have(group.fsdp_params[0]._module_info, "module", "param_name")
-    have(group.mesh_info, "mesh")
 
 
 def fsdp1_names() -> None:
@@ -55,24 +45,9 @@ def fsdp1_names() -> None:
     home.model(data(0, 0)).sum().backward()
     for name in ("_sync_gradients", "training_state", "_is_root"):
         assert name in home.model.__dict__, f"{name} is not a plain attribute of FullyShardedDataParallel any more"
-    have(
-        home.model, "_handle", "_all_fsdp_states", "process_group", "_post_backward_callback_queued",
-        "_post_backward_stream", "_device_handle",
-    )  # fmt: skip
-    have(
-        home.model._handle, "flat_param", "uses_sharded_strategy", "device", "_reduce_dtype", "_training_state",
-        "prepare_gradient_for_optim", "_get_unflat_views", "_use_unsharded_grad_views", "_use_sharded_grad_views",
-    )  # fmt: skip
-    flat = home.model._handle.flat_param
-    have(
-        flat, "_params", "_shapes", "_shard_param_infos", "_unpadded_unsharded_size", "_post_backward_called",
-        "_local_shard",
-    )  # fmt: skip
-    have(flat._shard_param_infos[0], "in_shard", "offset_in_shard", "numel_in_shard")
-    have(
-        _runtime_utils, "_lazy_init", "_post_backward_final_callback", "_reduce_grad", "_reduce_grad_no_shard", "_reshard",
-        "_low_precision_hook_enabled",
-    )  # fmt: skip
+    handle = home.model._handle
+    have("fsdp1", module=home.model, handle=handle, runtime=_runtime_utils)
+    assert all(hasattr(handle.flat_param._shard_param_infos[0], n) for n in ("in_shard", "offset_in_shard", "numel_in_shard"))
 
 
 def replicate_names() -> None:
@@ -82,7 +57,7 @@ def replicate_names() -> None:
     state = replicate.state(home.model)
     assert state._init_args, "replicate makes its DDP before the first forward now"
     state.lazy_init()
-    have(state, "_ddp", "_no_sync", "_param_list", "_param_names")
+    have("replicate", state=state)
     assert not state._init_args
 
 
@@ -92,14 +67,16 @@ def test_the_names_are_there(ranks, case):
     ranks(2).run(case)
 
 
-def fsdp2_keeps_held_gradients_through_zero_grad() -> None:
+def fsdp2_keeps_held_gradients_through_zero_grad_and_our_reset() -> None:
     home = home_of("fsdp2")
     home.model.set_requires_gradient_sync(False)
     home.model(data(0, 0)).sum().backward()
     home.model.zero_grad()
-    home.model.reset_iter_state()
-    (group,) = home.model.first._get_fsdp_state()._fsdp_param_groups
+    (group,) = _torch.groups_of(home.model.first._get_fsdp_state())
     assert all(p.sharded_param.grad is None and p._unsharded_param.grad is not None for p in group.fsdp_params)
+    held = [p._unsharded_param.grad for p in group.fsdp_params]
+    _torch.reset_iteration(home.model._get_fsdp_state())
+    assert all(p._unsharded_param.grad is gradient for p, gradient in zip(group.fsdp_params, held, strict=True))
 
 
 def fsdp2_reads_its_switch_as_a_backward_ends() -> None:
@@ -112,26 +89,30 @@ def fsdp2_reads_its_switch_as_a_backward_ends() -> None:
 
 
 def fsdp2_fails_without_us_where_a_module_never_ran() -> None:
-    """When this passes no more, `FSDP2Engine.open` need not make unsharded parameters in advance."""
+    """Where no supported torch fails here, `FSDP2Engine.hold` need not make unsharded parameters in advance."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     model = Partly()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in (model.one, model.two, model):
         fully_shard(layer, mp_policy=policy)
     model.set_requires_gradient_sync(False)
-    with pytest.raises(AttributeError, match="_unsharded_param"):
+    fails = "to_accumulated_grad_if_needed" in vars(FSDPParam)  # before torch 2.15
+    with pytest.raises(AttributeError, match="_unsharded_param") if fails else nullcontext():
         model(torch.ones(2, 4)).float().sum().backward()
 
 
 def fsdp2_skips_the_rest_of_a_partial_reduction() -> None:
-    """Why `reduce` needs reduce_scatter_unused_params there."""
+    """Why `reduce` needs reduce_scatter_unused_params there, before torch 2.15."""
     home = home_of("hsdp_shard")
     home.model.set_requires_all_reduce(False)
     mean_of(home.model(data(home.rank, 0))).backward()
     home.model.set_requires_all_reduce(True)
+    _torch.begin_backward(home.model._get_fsdp_state())
     home.model._get_fsdp_state()._root_post_backward_final_callback()
-    assert all(p.grad is None for p in home.model.parameters())
+    remembers = hasattr(_torch.groups_of(home.model._get_fsdp_state())[0], "_partial_reduce_output_layout")
+    assert all((p.grad is None) != remembers for p in home.model.parameters())
 
 
 def fsdp2_keeps_a_partial_reduction_in_the_order_of_its_parameters() -> None:
@@ -139,7 +120,7 @@ def fsdp2_keeps_a_partial_reduction_in_the_order_of_its_parameters() -> None:
     home = home_of("hsdp_shard", unused=True)
     home.model.set_requires_all_reduce(False)
     for block in (home.model.first, home.model.second):
-        (group,) = block._get_fsdp_state()._fsdp_param_groups
+        (group,) = _torch.groups_of(block._get_fsdp_state())
         group.reduce_scatter_unused_params = True
     mean_of(home.model(data(home.rank, 0))).backward()
     output, start = group._partial_reduce_output, 0
@@ -151,6 +132,7 @@ def fsdp2_keeps_a_partial_reduction_in_the_order_of_its_parameters() -> None:
         assert used == (name != "unused"), name
         start += param._sharded_param_data.numel()
     assert start == output.numel()
+    assert _torch.partial_layout(group) == _torch.new_layout(group)
 
 
 def fsdp1_holds_a_whole_flat_gradient_and_reduces_it_to_its_shard() -> None:
@@ -194,7 +176,7 @@ def replicate_reads_its_switch_in_forward() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        fsdp2_keeps_held_gradients_through_zero_grad,
+        fsdp2_keeps_held_gradients_through_zero_grad_and_our_reset,
         fsdp2_reads_its_switch_as_a_backward_ends,
         fsdp2_fails_without_us_where_a_module_never_ran,
         fsdp2_skips_the_rest_of_a_partial_reduction,

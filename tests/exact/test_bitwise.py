@@ -35,7 +35,7 @@ DDPS = {
 
 
 def bitwise(config: str, make: str, dtype: str, how: str) -> None:
-    """Whole windows: parameters and buffers are to the bit those of the loop by hand."""
+    """Whole windows: parameters, and the buffers between windows, are to the bit those of the loop by hand."""
     dtype = getattr(torch, dtype)
     torch.set_default_dtype(dtype)
     models = {"small": small_model, "buffers": WithBuffers}
@@ -56,6 +56,8 @@ def bitwise(config: str, make: str, dtype: str, how: str) -> None:
         step = accumulating(steps=3)(lambda model, optimizer, x: mean_loss(model, x))
         for x in step.over(data) if how.endswith("over") else data:
             step(mine, optimizer, x)
+    for buffer in one.buffers():  # which DDP makes equal in its next forward, and gradsync when the window closes
+        dist.broadcast(buffer, 0)
     for (name, a), b in zip(one.state_dict().items(), two.state_dict().values(), strict=True):
         assert torch.equal(a, b), f"{name} differs by {(a - b).abs().max()}"
 

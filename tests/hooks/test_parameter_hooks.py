@@ -12,6 +12,7 @@ from tests.reference import cut, micro_batch, small_model
 from tests.verdicts import FullRecorder, compare, exact, items_of_rank, on_engine, verdict, verdicts
 
 LENGTHS = {1: [5], 2: [5, 2], 3: [4, 0, 2]}
+UNUSED = {"unused", "used by some"}
 EVEN = {1: [4], 2: [4, 4], 3: [4, 4, 4]}
 ENGINES = ["bare", "ddp", "find_unused", "views"]
 HOMES = [*((one, 2) for one in ENGINES), ("bare", 1), ("bare", 3), ("find_unused", 3)]
@@ -26,12 +27,12 @@ class Sometimes(nn.Module):
         if kind == "complex":  # the first of the parameters: nothing real can be asked of it
             self.phase = nn.Parameter(torch.tensor([0.5 + 0.25j, -1.0 + 2.0j, 0.75 - 0.5j], dtype=torch.complex128))
         self.body = small_model()
-        if kind in {"unused", "used by some"}:
+        if kind in UNUSED:
             self.extra = nn.Linear(3, 2).double()
             with torch.no_grad():
                 self.extra.weight.copy_(torch.arange(6.0).reshape(2, 3) / 5)
                 self.extra.bias.zero_()
-        if kind in {"unused", "used by some"}:
+        if kind in UNUSED:
             self.nobody = nn.Parameter(torch.ones(4, dtype=torch.float64))
 
     def uses(self, rank: int, index: int) -> bool:
@@ -117,7 +118,8 @@ def hooked(engine: str, kind: str, how: str):
                     optimizer.step()
                     optimizer.zero_grad()
         elif how == "sync_gradients":
-            home_ = gradsync.ddp(home)
+            # A plain DDP promises that every parameter is used.
+            home_ = gradsync.ddp(home, find_unused_parameters=kind in UNUSED) if engine == "bare" else home
             for i, x in data:
                 with gradsync.no_sync(home_):
                     (home_(rank, i, x) / steps).backward()
@@ -154,7 +156,7 @@ def test_hooks_on_parameters(ranks, engine, size, kind, how):
     A plain DDP promises that every parameter is used, so what is not used is asked of the others. With a communication
     of one's own (`sync_gradients`) no gradient of a micro-batch comes, and no hook runs.
     """
-    if kind in {"unused", "used by some"} and engine in {"ddp", "views"}:
+    if kind in UNUSED and engine in {"ddp", "views"}:
         pytest.skip("DDP without find_unused_parameters asks that each parameter be used")
     exact(verdicts(ranks(size), hooked, engine, kind, how))
 

@@ -23,8 +23,8 @@ def train_step():
 
 
 def call():
-    step = train_step()
-    step(*made(), X)
+    step, pair = train_step(), made()
+    step(*pair, X)
     step.flush()
 
 

@@ -19,6 +19,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:The loop over .* was left with a window open")
 @pytest.mark.parametrize("how", ["calls", "flush", "over"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_after_any_micro_batch(kind, how):

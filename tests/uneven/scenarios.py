@@ -47,7 +47,10 @@ class Uneven(Run):
                 if index in mine:
                     self.step(self.home.model, self.optimizer, index)
             called = [sum((rank, i) not in passed for i in range(length)) for rank, length in enumerate(lengths)]
-            assert -self._left == self.replays_of(called)
+            if passed and sized:  # ranks that know their lengths ask nothing, and may run more than was needed
+                assert -self._left >= self.replays_of(called)
+            else:
+                assert -self._left == self.replays_of(called)
 
     def replays_of(self, lengths: list[int]) -> int:
         """Where a forward communicates, all ranks run equally many."""

@@ -91,11 +91,21 @@ def wrong_lengths(wrap: str, how: str, said: list[int], true: list[int]) -> None
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("how", ["over", "sync_every"])
-@pytest.mark.parametrize(
-    ("said", "true"), [([8, 8], [5, 8]), ([3, 8], [8, 8]), ([8, 6], [8, 9]), ([5, 5], [8, 8]), ([9, 9], [9, 1])]
-)
-def test_lengths_that_are_wrong(ranks, wrap, how, said, true):
+@pytest.mark.parametrize(("said", "true"), [([8, 8], [5, 8]), ([9, 9], [9, 1]), ([7, 9], [4, 4])])
+def test_fewer_items_than_the_length_says(ranks, wrap, how, said, true):
     ranks(2).run(wrong_lengths, wrap, how, said, true)
+
+
+def more_than_said(wrap: str, how: str) -> None:
+    """The windows that were known are exact; what comes beyond is an error before its window."""
+    with pytest.raises(GradSyncError, match="no more items than its length says, but this one of length 5"):
+        wrong_lengths(wrap, how, [5, 5], [8, 8])
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("how", ["over", "sync_every"])
+def test_more_items_than_the_length_says(ranks, wrap, how):
+    ranks(2).run(more_than_said, wrap, how)
 
 
 def calls_twice(wrap: str) -> None:
@@ -122,10 +132,11 @@ def left_early(wrap: str) -> None:
     """What a loop that is left would have done says nothing of the next."""
     home, optimizer, items = scene(wrap)
     step = accumulating(steps=STEPS)(lambda home, optimizer, x: mean_loss(home, x))
-    for i, x in enumerate(step.over(items)):
-        step(home, optimizer, x)
-        if i == 4:
-            break
+    with pytest.warns(RuntimeWarning, match="was left with a window open"):
+        for i, x in enumerate(step.over(items)):
+            step(home, optimizer, x)
+            if i == 4:
+                break
     lengths = [4, 3]  # on from two held micro-batches
     for x in step.over(items[5 : 5 + lengths[dist.get_rank()]]):
         step(home, optimizer, x)
