@@ -15,7 +15,7 @@ import tempfile
 import traceback
 import warnings
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # tests/numbers would hide the standard one
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 import torch

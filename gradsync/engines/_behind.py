@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.engines._ddp import DDPEngine, silent
+from gradsync.engines._ddp import DDPEngine, insist_on_shapes, silent
 from gradsync.engines._protocol import Carrier
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class BehindEngine(DDPEngine):
         super().__init__(_make(rest, group), nn.ModuleList(rest.roots))
         self._ledger, *self._reduced = self._reduced
         self.parameters = list(self._reduced)
+        insist_on_shapes(self._reduced)
         self._likeness = [(p.dtype, p.device, p.shape) for p in self._reduced]
         self._all_used: torch.Tensor | None = None  # the ledger's gradient where this rank has used everything
 
@@ -67,6 +68,11 @@ class BehindEngine(DDPEngine):
             and all(mine is other for mine, other in zip(self.parameters, parameters, strict=True))
             and self._likeness == [(p.dtype, p.device, p.shape) for p in parameters]
         )
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether one of its parameters has been resized in place: it can never reduce again."""
+        return any(shape != p.shape for (_, _, shape), p in zip(self._likeness, self.parameters, strict=True))
 
     def share_buffers(self, source: int) -> None:
         buffers = [b for ref in self._roots if (root := ref()) is not None for b in _shared_buffers(root)]

@@ -64,13 +64,14 @@ class DDPEngine(Engine):
         assert ddp.process_group is not None, "every DistributedDataParallel has one"
         super().__init__(ddp.process_group, ddp._module_parameters)
         self._ddp = ddp
-        self._sparse = _sparse_parameters(module or ddp.module)
+        self._sparse = _sparse_parameters(ddp.module if module is None else module)
         self._reduced = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
         self._shortcut = None if module is not None else _shortcut(ddp)
         self._watches: list[Any] = []  # hooks that tell whether the armed backward came by
         self._came_by = False
         if self._reduced and not _is_built_for(ddp, self._reduced):
             self._rebuild_reducer()
+            insist_on_shapes(self._reduced)
         vars(ddp)["_gradsync_reduced"] = tuple(map(_likeness, self._reduced))
 
     def _check(self, ddp: DistributedDataParallel) -> None:
@@ -287,6 +288,10 @@ class DDPEngine(Engine):
             reducer._push_all_rebuilt_params()
             self._rebuild_buckets()
 
+    def forget_reducer(self) -> None:
+        """Let go of the reducer, and with it of autograd's nodes of parameters that were resized in place."""
+        vars(self._ddp).update(reducer=None, logger=None)
+
     def _rebuild_reducer(self) -> None:
         """A reducer for the parameters that are trainable now, with the user's communication hooks."""
         ddp = self._ddp
@@ -296,6 +301,8 @@ class DDPEngine(Engine):
         vars(ddp).pop("_gradsync_keeps_buckets", None)
         vars(ddp).pop("_gradsync_used", None)
         ddp._has_rebuilt_buckets = False
+        if any(map(_is_resized, self._reduced)):
+            self.forget_reducer()
         parameters, sparse = ddp._build_params_for_reducer()
         ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
         for hook, state in ddp._comm_hooks:
@@ -366,6 +373,24 @@ def _is_built_for(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter])
 def _likeness(parameter: nn.Parameter) -> tuple[Any, ...]:
     """What a reducer was made for. The id is safe: DDP holds the parameter."""
     return id(parameter), parameter.dtype, parameter.device, parameter.shape
+
+
+def _is_resized(parameter: nn.Parameter) -> bool:
+    """Whether autograd still has the node of another shape, which lives as long as somebody holds it."""
+    shape = get_gradient_edge(parameter).node._input_metadata[0].shape  # type: ignore[attr-defined]
+    return tuple(shape) != tuple(parameter.shape)
+
+
+def insist_on_shapes(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise where a backward would fail in torch's words: autograd still has a node of another shape."""
+    resized = [parameter for parameter in parameters if _is_resized(parameter)]
+    if resized:
+        raise GradSyncError(
+            "A parameter must not be resized in place while something holds its node in autograd's graph, such as a "
+            f"DistributedDataParallel, a loss or a hook of yours, but {len(resized)} were, which now have the shape "
+            f"{', '.join(str(list(p.shape)) for p in resized[:3])}. Put a new nn.Parameter in its place, and make the "
+            "optimizer and the wrapper anew."
+        )
 
 
 def _shortcut(ddp: DistributedDataParallel) -> Callable[..., Any] | None:

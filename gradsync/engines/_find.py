@@ -65,6 +65,7 @@ def attach(
         return engines
     for rest in _rests([bare(model) for model in models], loose, covered):
         anchor = rest.roots[0] if rest.roots else models[0]
+        _end_outgrown({anchor, *rest.roots})
         known = next((one for one in _behind(anchor) if one.is_for(rest.parameters, group)), None)
         if known is None:
             agree(group, list(_named(rest)))
@@ -128,6 +129,16 @@ def _behind(module: nn.Module) -> list[BehindEngine]:
     """Those of a bare module whose group has not ended, the latest last."""
     engines = _registry.BEHIND.get(module, [])
     return [one for one in engines if is_alive(one.group)]
+
+
+def _end_outgrown(roots: Iterable[nn.Module]) -> None:
+    """Let go of the engines whose parameters were resized in place, so that the next one finds them as they are."""
+    for root in roots:
+        for one in _registry.BEHIND.get(root, []):
+            if one.is_outgrown:
+                one.forget_reducer()
+        if root in _registry.BEHIND:
+            _registry.BEHIND[root] = [one for one in _registry.BEHIND[root] if not one.is_outgrown]
 
 
 def _walk(models: Iterable[nn.Module]) -> tuple[list[Engine], set[int]]:

@@ -170,11 +170,16 @@ def _no_model(name: str, models: Sequence[nn.Module], optimizers: Sequence[Optim
 
 
 def _insist_on_models(name: str, mine: Sequence[nn.Parameter], trained: Sequence[nn.Module], last: Team | None) -> None:
-    """Raise for parameters that the optimizer steps and that were in a model before, and now are in none."""
+    """Raise where parameters of the optimizer are no longer in a model, and others came that nobody steps.
+
+    A layer that was taken out, or whose successor was added to the optimizer, is no mistake.
+    """
     inside = {id(parameter) for model in trained for parameter in model.parameters()}
     before = set() if last is None else last.in_models
     gone = [parameter for parameter in mine if id(parameter) not in inside and id(parameter) in before]
-    if gone:
+    stepped = set(map(id, mine))
+    came = inside - before - stepped
+    if gone and any(p.requires_grad and id(p) in came for model in trained for p in model.parameters()):
         raise GradSyncError(
             f"The optimizer of {name} steps {len(gone)} parameters that its models no longer have, of shape "
             f"{', '.join(str(list(p.shape)) for p in gone[:3])}: they were replaced (a new layer, a parametrization, "

@@ -159,8 +159,8 @@ class Scale:
 
     def correct(self, parameters: Iterable[nn.Parameter], scaler: GradScaler) -> None:
         """Make gradients that were scaled by this the ones that the scaler will unscale; waits for nothing."""
-        if scaler._scale is None:
-            return
+        if scaler._scale is None:  # all of the window was scaled in another process
+            scaler._lazy_init_scale_growth_tracker(self.value.device)
         current = _current(scaler)
         if self._version == (id(current), current._version):
             return
