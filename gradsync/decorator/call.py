@@ -314,7 +314,7 @@ class Call:
             self.ahead.close(closing)
             return
         team = window.team
-        closed, made = ClosedLosses(window.losses, closing), Update(stepped=False, grad_norm=None)
+        closed, made = ClosedLosses(window, closing), Update(stepped=False, grad_norm=None)
         is_dropped = closing.factor is None or (settings.tail == "drop" and not closing.filled)
         try:
             if closing.factor is None or is_dropped:

@@ -148,7 +148,7 @@ class Overlapped:
         window = call.run.window
         assert window is not None, "it is closed here"
         team = window.team
-        closed = ClosedLosses(window.losses, closing)
+        closed = ClosedLosses(window, closing)
         if closing.factor is None or (call.settings.tail == "drop" and not closing.filled):
             self._drop()
             team.drop_gradients()

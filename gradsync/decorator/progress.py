@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gradsync.functional import Closing
+    from gradsync.functional import Closing, Window
 
 
 class ClosedLosses:
     """The losses of the last closed window, as the backward saw them; their means when somebody asks."""
 
-    __slots__ = ("_closing", "_losses")
+    __slots__ = ("_closing", "_count", "_losses")
 
-    def __init__(self, losses: Sequence[torch.Tensor], closing: Closing) -> None:
-        self._losses = losses
+    def __init__(self, window: Window, closing: Closing) -> None:
+        self._losses = window.losses
+        self._count = window.count
         self._closing = closing
 
     def mean(self) -> torch.Tensor | None:
@@ -34,7 +33,7 @@ class ClosedLosses:
 
     def count(self) -> float | None:
         """What this rank's losses were sums over."""
-        return self._closing.own_count
+        return self._count.state() if self._closing.is_of_sums else None
 
 
 @dataclass(frozen=True)

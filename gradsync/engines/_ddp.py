@@ -278,6 +278,9 @@ class DDPEngine(Engine):
         reason to; so these are ordered now if that is due on all, and else kept as they are.
         """
         reducer = self._ddp.reducer
+        device = self._reduced[0].device
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)  # they are queued there: this waits until they have run
         time.sleep(_LOST_REDUCTION)
         reducer._reset_state()
         if not self._orders_buckets:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import Variable
 
+from gradsync._errors import GradSyncError
 from gradsync.engines._ddp import DDPEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
 
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -70,6 +70,12 @@ class StaticEngine(DDPEngine):
             super().settle()
 
     def reduce(self) -> None:
+        if self._owes_first:
+            raise GradSyncError(
+                "The first synchronisation of a DDP with static_graph=True must be that of a backward, in which it "
+                "learns what the graph is, but gradients are to be synchronised that were all held back. Synchronise "
+                "in the backward of the first window, or leave static_graph out."
+            )
         used = self._reducer._get_local_used_map().tolist()  # of the first synchronisation, and so of every one
         # A communication hook averages; without one the reducer divides before it sums.
         share = 1.0 if "comm_hook" in self._ddp._get_ddp_logging_data() else 1.0 / self.group.size()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from gradsync._errors import GradSyncError
@@ -439,7 +439,10 @@ class Run:
     def _shares(self, sent: Sent | None) -> list[Share]:
         window = self._open_window
         if sent is None:
-            return [window.share()] * window.team.num_ranks
+            share = window.share()
+            if window.kind == SUMS:
+                share = replace(share, count=float(share.count))  # a count on a device is waited for once
+            return [share] * window.team.num_ranks
         return [Share.of(row) for row in sent.rows()] if self._loop is None else self._loop.hear(self, window, sent)
 
     def _heard_all(self, sent: Sent | None) -> Closing:

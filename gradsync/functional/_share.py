@@ -98,18 +98,16 @@ class Closing:
         return share.count if share.kind == SUMS else share.num_micro_batches
 
     @property
-    def own_count(self) -> float | None:
-        """What this rank's losses were sums over; None if they were means."""
-        share = self.shares[self.rank]
-        return float(share.count) if share.kind == SUMS else None
+    def is_of_sums(self) -> bool:
+        """Whether the losses were sums, on the ranks that had any."""
+        return any(share.kind == SUMS for share in self.shares)
 
     @property
     def mean_loss(self) -> float | None:
         """The mean loss over all that came to the window, from all ranks; None if nothing did, or nobody has said."""
         if not self.is_told:
             return None
-        sums = any(share.kind == SUMS for share in self.shares)
-        over = math.fsum(float(share.count if sums else share.num_micro_batches) for share in self.shares)
+        over = math.fsum(float(s.count if self.is_of_sums else s.num_micro_batches) for s in self.shares)
         return sum(float(share.loss) for share in self.shares) / over if over else None
 
 

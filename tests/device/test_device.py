@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import pytest
@@ -11,6 +12,11 @@ import torch.distributed as dist
 from tests.device import run_on_device, waits
 
 RATE = 0.1
+
+
+def in_turn(*cases) -> list:
+    """Several cases on the same processes, whose start is most of what a case costs."""
+    return [case() for case in cases]
 
 
 def small_model() -> torch.nn.Sequential:
@@ -87,7 +93,7 @@ def train_on_all() -> dict[str, tuple]:
 
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, tuple]]:
-    return run_on_device(train_on_all)
+    return [one for one, _, _ in on_two()]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -139,9 +145,14 @@ def count_waits() -> dict[str, int]:
 
 
 def test_waits_are_counted_where_a_real_device_would_wait():
-    [counts] = run_on_device(count_waits, ranks=1)
+    [[counts, _]] = on_one()
     free = ("pinned, non_blocking", "into pinned, non_blocking", "arithmetic", "made there", "wait_stream", "event")
     assert counts == {name: 0 if name in free else 1 for name in counts}
+
+
+@functools.cache
+def on_one() -> list[list]:
+    return run_on_device(in_turn, count_waits, place_of_a_wait, ranks=1)
 
 
 def place_of_a_wait() -> list[tuple[str, str]]:
@@ -160,7 +171,7 @@ def place_of_a_wait() -> list[tuple[str, str]]:
 
 
 def test_a_wait_has_its_place():
-    [found] = run_on_device(place_of_a_wait, ranks=1)
+    [[_, found]] = on_one()
     places = [place for operation, place in found if operation == "item"]
     assert places and all(place.startswith(("gradsync: ", "outside: ")) for place in places), found
 
@@ -188,10 +199,15 @@ def race() -> tuple[list[str], list[str], list[str]]:
 
 
 def test_two_streams_that_use_the_same_memory_in_no_order_are_a_race():
-    for unordered, ordered, collective in run_on_device(race):
+    for _, (unordered, ordered, collective), _ in on_two():
         assert "aten::mul on stream 0 reads what aten::add on stream" in unordered[0], unordered
         assert ordered == []
         assert "aten::add on stream 0 reads what likenccl:all_reduce on stream 1 wrote" in collective
+
+
+@functools.cache
+def on_two() -> list[list]:
+    return run_on_device(in_turn, train_on_all, race, refuse_the_host)
 
 
 def refuse_the_host() -> str:
@@ -203,7 +219,7 @@ def refuse_the_host() -> str:
 
 
 def test_its_backend_takes_tensors_of_the_device_only():
-    assert all("No backend type associated with device type cpu" in text for text in run_on_device(refuse_the_host))
+    assert all("No backend type associated with device type cpu" in text for _, _, text in on_two())
 
 
 def test_a_case_that_fails_says_on_which_rank():

@@ -10,8 +10,6 @@ import torch
 from tests.device import run_on_device
 from tests.device.test_device import RATE
 
-ENGINE_FIX = pytest.mark.xfail(strict=False, reason="the engine's fix comes with another change")
-
 
 def fsdp1_hybrid() -> dict[str, list[str]]:
     """Races in three ways to an update of FSDP1 HYBRID_SHARD: torch's own, a window, and a flush of a held window."""
@@ -63,7 +61,7 @@ def hybrid() -> list[dict[str, list[str]]]:
     return run_on_device(fsdp1_hybrid, ranks=4)
 
 
-@pytest.mark.parametrize("way", ["by_hand", "window", pytest.param("flush", marks=ENGINE_FIX)])
+@pytest.mark.parametrize("way", ["by_hand", "window", "flush"])
 def test_fsdp1_hybrid_updates_after_the_all_reduce_between_replicas(way, hybrid):
     """The reduction of a held window ends on another stream than torch's backward leaves it on."""
     for found in hybrid:
@@ -95,7 +93,27 @@ def offloaded(loop: str) -> int:
     return step.progress.updates
 
 
-@pytest.mark.parametrize("loop", ["plain", pytest.param("known", marks=ENGINE_FIX), pytest.param("unknown", marks=ENGINE_FIX)])
-def test_offloaded_parameters_on_a_group_that_takes_no_tensors_of_the_cpu(loop):
+LOOPS = ["plain", "known", "unknown"]
+
+
+def offloaded_in_all() -> dict[str, object]:
+    """What each loop gave; none is tried after one that failed, for ranks may be out of step."""
+    found: dict[str, object] = {}
+    for loop in LOOPS:
+        try:
+            found[loop] = offloaded(loop)
+        except RuntimeError as error:
+            found[loop] = str(error)
+            break
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_the_host() -> list[dict[str, object]]:
+    return run_on_device(offloaded_in_all)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_offloaded_parameters_on_a_group_that_takes_no_tensors_of_the_cpu(loop, on_the_host):
     """A table travels on the group's device, which is not that of the parameters."""
-    assert run_on_device(offloaded, loop) == [2, 2]
+    assert [found.get(loop) for found in on_the_host] == [2, 2]

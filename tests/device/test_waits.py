@@ -151,27 +151,40 @@ def _scaler(engine: str):
     return torch.amp.GradScaler("cuda", init_scale=1024.0)
 
 
-def play_all(engine: str) -> dict[str, object]:
-    """By scenario: the waits, or a traceback; what comes after a failure is not tried, for ranks may be out of step."""
+def play_all(engines: list[str]) -> dict[str, dict[str, object]]:
+    """By engine and scenario: the waits, or a traceback; after a failure nothing is tried, for ranks may be out of step."""
     warnings.simplefilter("ignore")
-    results: dict[str, object] = {"torch's own under a GradScaler": scaled_by_hand(engine)}
-    for scenario in SCENARIOS:
+    results: dict[str, dict[str, object]] = {engine: {} for engine in engines}
+    for engine, of_engine in results.items():
+        last = BY_HAND
         try:
-            results[scenario.name] = play(engine, scenario)
+            of_engine[last] = scaled_by_hand(engine)
+            for scenario in SCENARIOS:
+                last = scenario.name
+                of_engine[last] = play(engine, scenario)
         except Exception:
-            results[scenario.name] = traceback.format_exc()
+            of_engine[last] = traceback.format_exc()
             break
     return results
 
 
 @functools.cache
-def results_of(engine: str) -> list[dict[str, object]]:
-    return run_on_device(play_all, engine, ranks=1 if engine == "one rank" else 2)
+def results_on(ranks: int) -> list[dict[str, dict[str, object]]]:
+    return run_on_device(play_all, [engine for engine in ENGINES if (engine == "one rank") == (ranks == 1)], ranks=ranks)
 
 
-REBUILT = pytest.mark.xfail(strict=False, reason="the rebuilt middle")  # this mark goes when it is there
+BY_HAND = "torch's own under a GradScaler"
+IN_STEP = pytest.mark.xfail(
+    strict=True,
+    reason="where forwards communicate and the length is unknown, ranks ask each other before each micro-batch, and wait",
+)
 CELLS = [
-    pytest.param(engine, scenario, id=f"{engine}-{scenario.name}", marks=REBUILT)
+    pytest.param(
+        engine,
+        scenario,
+        id=f"{engine}-{scenario.name}",
+        marks=IN_STEP if scenario.name == "over, unknown" and engine in ("FSDP1", "FSDP2", "HSDP") else (),
+    )
     for engine in ENGINES
     for scenario in SCENARIOS
 ]
@@ -179,9 +192,10 @@ CELLS = [
 
 @pytest.mark.parametrize(("engine", "scenario"), CELLS)
 def test_the_host_waits_so_often(engine, scenario):
-    for result in results_of(engine):
+    for results in results_on(1 if engine == "one rank" else 2):
+        result = results[engine]
         found = result.get(scenario.name, "a scenario before it failed")
-        allowed = scenario.boundary + (result["torch's own under a GradScaler"] if scenario.loss == "scaled" else 0)
+        allowed = scenario.boundary + (result[BY_HAND] if scenario.loss == "scaled" else 0)
         assert isinstance(found, dict), found
         for counter in found["held"]:
             assert counter.total() == 0, f"a held micro-batch: {dict(counter)}"

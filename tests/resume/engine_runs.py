@@ -81,4 +81,4 @@ def updates(bare: nn.Module, loss, num_ranks: int, windows=(range(3), range(3, N
     def mean(model, items):
         return sum(loss(model, *item) for item in items) / len(items)
 
-    return states(bare, [items_of(window, num_ranks) for window in windows], mean, LR, DECAY)
+    return states(bare, [items_of(window, num_ranks) for window in windows], mean, lr=LR, decay=DECAY)

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gradsync.verify.models import Block, Net, net  # noqa: F401
 from tests.support.reference import mean_loss
-from tests.support.traps import Poison, Trap
+from tests.support.traps import Trap
 
 
 def small_model(dtype=torch.float64, unused: bool = False) -> nn.Module:
@@ -58,52 +59,6 @@ class Sparse(nn.Module):
 
     def forward(self, x):
         return self.head(self.embedding(x.abs().sum(1).long() % 10))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fails = ""
-        self.up = nn.Linear(4, 6)
-        self.down = nn.Linear(6, 4)
-
-    def forward(self, x, poison=False):
-        if self.fails == "backward":
-            x = Trap.apply(x, ArithmeticError("in backward"))
-        if self.fails == "forward":
-            raise ArithmeticError("in forward")
-        x = x + self.down(torch.tanh(self.up(x)))
-        if poison:  # one element of one parameter: on a sharded engine, one rank's
-            weight = self.up.weight.to_local() if hasattr(self.up.weight, "to_local") else self.up.weight
-            x = x + Poison.apply(weight[0, 0])
-        return x
-
-
-class Net(nn.Module):
-    """Two blocks, a parameter of the root's own, and one that nothing uses."""
-
-    def __init__(self, unused: bool = False) -> None:
-        super().__init__()
-        self.first = Block()
-        self.second = Block()
-        self.scale = nn.Parameter(torch.ones(4))
-        if unused:
-            self.second.register_parameter("unused", nn.Parameter(torch.ones(4)))
-
-    def forward(self, x, poison=False, only_first=False):
-        x = self.first(x, poison)
-        if not only_first:
-            x = self.second(x)
-        return x * self.scale
-
-    def score(self, x):
-        """A method beside forward."""
-        return self(x)
-
-
-def net(dtype=torch.float64, unused: bool = False) -> Net:
-    torch.manual_seed(7)
-    return Net(unused).to(dtype)
 
 
 class Partly(nn.Module):

@@ -10,7 +10,7 @@ from tests.support.homes import home_of
 from tests.support.models import net
 from tests.support.reference import mean_of
 from tests.support.training import data, reference
-from tests.uneven.scenarios import EPOCHS, Uneven, windows_of
+from gradsync.verify.uneven import EPOCHS, Uneven, windows_of
 
 
 def a_sharded_teacher_of_ranks_of_unequal_length(engine: str) -> None:

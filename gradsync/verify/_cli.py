@@ -1,0 +1,135 @@
+"""`python -m gradsync verify`, from its arguments to its exit code."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradsync.launch.device import default_backend
+from gradsync.verify._arguments import parse
+from gradsync.verify._child import Place
+from gradsync.verify._job import RANK, Job
+from gradsync.verify._meeting import Meeting
+from gradsync.verify._report import Report, Tried, as_json, as_markdown, as_text
+from gradsync.verify.homes import HOMES
+from gradsync.verify.table import CELLS, ROWS
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from gradsync.verify._job import Wrong
+
+
+def main(argv: Sequence[str], command: Sequence[str] = RANK) -> int:
+    """Try what the arguments ask for, print the table, and return the exit code; `command` starts a rank."""
+    options = parse(argv)
+    meeting = Meeting.of_torchrun()
+    report = Report([name for name in ROWS if not options.promise or name in options.promise])
+    shown = _Progress()
+    try:
+        for size, asked in _engines(options, meeting).items():
+            whys = {engine: _why_not(options, meeting, size, engine) for engine in asked}
+            report.left_out |= {engine: why for engine, why in whys.items() if why is not None}
+            engines = [engine for engine, why in whys.items() if why is None]
+            cells = [(engine, row) for engine in engines for row in report.rows if CELLS[engine, row].why_not is None]
+            job = Job(
+                size,
+                [meeting.place] if meeting is not None and size > 1 else [Place(rank, rank) for rank in range(size)],
+                cells,
+                options.device,
+                options.limit,
+                f"{'' if meeting is None else meeting.attempt}/{size}",
+                None if meeting is None or size == 1 else meeting.address,
+                command,
+            )
+            report.engines += engines
+            if meeting is None or size > 1 or meeting.place.rank == 0:
+                shown.begin(len(cells), size)
+
+                def note(cell: tuple[str, str], wrong: Wrong) -> None:
+                    report.tried[cell] = Tried(wrong)
+                    shown.one(cell, wrong)
+
+                job.run(note)
+                report.machines[size] = job.machine
+    finally:
+        shown.end()
+        if meeting is not None:
+            meeting.leave()
+    if meeting is None or meeting.place.rank == 0:
+        facts = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.platform()}
+        form = as_json if options.json else as_markdown if options.markdown else as_text
+        sys.stdout.write(form(report, facts) + "\n")
+    return 0 if report.holds else 1
+
+
+def _engines(options: argparse.Namespace, meeting: Meeting | None) -> dict[int, list[str]]:
+    """The engines that are asked for, by the number of ranks that they are tried on."""
+    several = options.ranks if meeting is None else meeting.size
+    found: dict[int, list[str]] = {}
+    for name, column in HOMES.items():
+        size = 1 if column.ranks == 1 else several
+        asked = name in options.engine if options.engine else options.full or not column.is_variant
+        if meeting is None and column.ranks > size:
+            size = column.ranks  # more processes are to be had here, and take longer
+            asked = asked and (options.full or bool(options.engine))
+        if asked:
+            found.setdefault(size, []).append(name)
+    return found
+
+
+def _why_not(options: argparse.Namespace, meeting: Meeting | None, size: int, engine: str) -> str | None:
+    """Why an engine cannot be tried on so many ranks."""
+    needed = HOMES[engine].ranks
+    if size < needed:
+        return f"it needs {needed} ranks, and there are {size}"
+    if needed == 4 and size % 2:
+        return f"it needs an even number of ranks, and there are {size}"
+    if size == 1 or meeting is not None or options.device == "cpu" or not torch.accelerator.is_available():
+        return None
+    count, kind = torch.accelerator.device_count(), torch.accelerator.current_accelerator()
+    if default_backend() == "gloo" or count >= size:
+        return None
+    return f"it needs {size} devices, and this machine has {count} ({kind}); --device cpu tries it on the CPU"
+
+
+class _Progress:
+    """What is being tried, on stderr; a line for each engine where that is no terminal."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._is_shown = os.environ.get("RANK", "0") == "0"
+        self._num = self._all = self._num_wrong = 0
+        self._start = time.monotonic()
+        self._engine = ""
+
+    def begin(self, num: int, size: int) -> None:
+        self._all += num
+        self._write(f"{num} cells on {size} rank{'s' if size > 1 else ''}")
+
+    def one(self, cell: tuple[str, str], wrong: Wrong) -> None:
+        self._num += 1
+        engine, row = cell
+        if wrong:
+            self._num_wrong += 1
+            self._write(f"✗ {HOMES[engine].title}: {ROWS[row].title}")
+        if self._is_terminal:
+            self._write(f"{self._num}/{self._all} {HOMES[engine].title}: {ROWS[row].title}", stays=False)
+        elif engine != self._engine:
+            self._write(f"{HOMES[engine].title} ({time.monotonic() - self._start:.0f} s)")
+        self._engine = engine
+
+    def end(self) -> None:
+        self._write(f"{self._num - self._num_wrong} of {self._num} hold, {time.monotonic() - self._start:.0f} s")
+
+    def _write(self, text: str, *, stays: bool = True) -> None:
+        if self._is_shown:
+            clear = "\r\x1b[K" if self._is_terminal else ""
+            sys.stderr.write(f"{clear}{text}{chr(10) if stays else ''}")
+            sys.stderr.flush()

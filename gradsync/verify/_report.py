@@ -1,0 +1,156 @@
+"""What was tried, and how it is printed: as a table in the terminal, in Markdown, and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from string import ascii_lowercase
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gradsync.verify.homes import HOMES
+from gradsync.verify.table import CELLS, ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gradsync.verify._job import Wrong
+
+_OF_ANOTHER = ("it hangs", "nothing came", "it said nothing")  # often the consequence of what another rank says
+_LONGEST = 300  # characters of what was off, in a table
+
+
+class Tried(NamedTuple):
+    """A cell that was tried; `wrong` is empty if its promise holds."""
+
+    wrong: Wrong
+
+
+@dataclass
+class Report:
+    """The table, as far as it is filled."""
+
+    rows: list[str]
+    engines: list[str] = field(default_factory=list)
+    tried: dict[tuple[str, str], Tried] = field(default_factory=dict)
+    machines: dict[int, dict[str, str]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Engines that cannot be tried here, and why."""
+
+    @property
+    def wrong(self) -> list[tuple[str, str, Wrong]]:
+        """The cells whose promise does not hold."""
+        return [(*cell, tried.wrong) for cell, tried in self.tried.items() if tried.wrong]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all that was tried holds."""
+        return not self.wrong
+
+
+def as_text(report: Report, facts: Mapping[str, str]) -> str:
+    """For a terminal: engines by number."""
+    notes = _Notes(report)
+    width = max((len(ROWS[row].title) for row in report.rows), default=0)
+    lines = [*_heading(report, facts), ""]
+    lines += [f"{number:>3}  {HOMES[engine].title}" for number, engine in enumerate(report.engines, start=1)]
+    lines += ["", " " * width + "".join(f"{number:>4}" for number in range(1, len(report.engines) + 1))]
+    for row in report.rows:
+        marks = "".join(f"{notes.mark(engine, row):>4}" for engine in report.engines)
+        lines.append(f"{ROWS[row].title:<{width}}{marks}")
+    return "\n".join([*lines, "", *notes.lines(), *_left_out(report), *_told(report), _verdict(report)])
+
+
+def as_markdown(report: Report, facts: Mapping[str, str]) -> str:
+    """For the documentation."""
+    notes = _Notes(report)
+    titles = [HOMES[engine].title for engine in report.engines]
+    lines = [*_heading(report, facts), "", "| |" + "".join(f" {title} |" for title in titles)]
+    lines.append("|---|" + "---|" * len(titles))
+    for row in report.rows:
+        marks = "".join(f" {notes.mark(engine, row)} |" for engine in report.engines)
+        lines.append(f"| {ROWS[row].title} |{marks}")
+    return "\n\n".join(["\n".join(lines), *notes.lines(), *_left_out(report), *_told(report), _verdict(report)])
+
+
+def as_json(report: Report, facts: Mapping[str, str]) -> str:
+    """For programs: each cell with what was off, or why it was not tried."""
+    cells = []
+    for engine in report.engines:
+        for row in report.rows:
+            cell, tried = CELLS[engine, row], report.tried.get((engine, row))
+            told: dict[str, Any] = {
+                "engine": engine,
+                "promise": row,
+                "holds": None if tried is None else not tried.wrong,
+            }
+            if cell.why_not is not None:
+                told["why_not"] = cell.why_not
+            if cell.error is not None:
+                told["error"] = cell.error
+            if tried is not None and tried.wrong:
+                told["wrong"] = [{"rank": rank, "said": text} for rank, text in tried.wrong]
+            cells.append(told)
+    machines = [{"ranks": size, **machine} for size, machine in report.machines.items()]
+    return json.dumps(
+        {"holds": report.holds, **facts, "on": machines, "cells": cells, "left_out": report.left_out}, indent=2
+    )
+
+
+class _Notes:
+    """Cells that are neither ✓ nor ✗, by the sentence that says why."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._letters: dict[str, str] = {}
+
+    def mark(self, engine: str, row: str) -> str:
+        cell, tried = CELLS[engine, row], self._report.tried.get((engine, row))
+        if tried is not None and tried.wrong:
+            return "✗"
+        if cell.why_not is not None:
+            return self._letter(cell.why_not)
+        if tried is None:
+            return "?"
+        if cell.error is not None:
+            return self._letter(f'an error, as it must be: "{_readable(cell.error)}"')
+        return "✓"
+
+    def lines(self) -> list[str]:
+        return [f"{letter}: {sentence}" for sentence, letter in self._letters.items()]
+
+    def _letter(self, sentence: str) -> str:
+        return self._letters.setdefault(sentence, ascii_lowercase[len(self._letters) % 26])
+
+
+def _readable(pattern: str) -> str:
+    return pattern.replace(r"\d+", "N").replace(", .*,", " ...").replace(".*", "").replace(" ,", ",")
+
+
+def _heading(report: Report, facts: Mapping[str, str]) -> list[str]:
+    where = [
+        f"{size} rank{'s' if size > 1 else ''} on {machine.get('device', '?')}"
+        + (f" by {machine['backend']}" if "backend" in machine else "")
+        for size, machine in report.machines.items()
+    ]
+    return [f"torch {facts['torch']}, Python {facts['python']}, {facts['machine']}: {'; '.join(where)}"]
+
+
+def _left_out(report: Report) -> list[str]:
+    return [f"{HOMES[engine].title} was not tried: {why}." for engine, why in report.left_out.items()]
+
+
+def _told(report: Report) -> list[str]:
+    lines = []
+    for engine, row, wrong in report.wrong:
+        rank, text = min(wrong, key=lambda one: one[1].startswith(_OF_ANOTHER))
+        first = text.partition("\n")[0][:_LONGEST]
+        others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        lines.append(f"✗ {HOMES[engine].title}, {ROWS[row].title}: rank {rank}{others}: {first}")
+    return lines
+
+
+def _verdict(report: Report) -> str:
+    num, num_wrong = len(report.tried), len(report.wrong)
+    if num_wrong:
+        return f"{num_wrong} of {num} promises do not hold. Open an issue with the output of --json."
+    return f"All {num} promises hold."

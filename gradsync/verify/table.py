@@ -1,0 +1,144 @@
+"""The table: which promises there are, and where one cannot be had, with the error that stands there instead."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradsync.verify import even, uneven
+from gradsync.verify.compare import Off, need
+from gradsync.verify.homes import CPU, HOMES, home_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from gradsync.verify.homes import Home
+
+
+class Row(NamedTuple):
+    """A promise, and what tries it."""
+
+    title: str
+    play: Callable[[Home], None]
+
+
+class Cell(NamedTuple):
+    """A promise on an engine. With an `error`, that is what must come; with a `why_not`, there is nothing to try."""
+
+    row: Row
+    unused: bool = False  # whether the model has a parameter that nothing uses
+    error: str | None = None
+    why_not: str | None = None
+
+
+ROWS: dict[str, Row] = {
+    row.play.__name__: row
+    for row in (
+        Row("full windows", even.full_windows),
+        Row("a tail closed by .over", even.tail_over),
+        Row("a tail closed by flush", even.tail_flush),
+        Row('tail="drop"', even.tail_drop),
+        Row('tail="carry"', even.tail_carry),
+        Row("LossSum", even.loss_sum),
+        Row("clip_norm", even.clipping),
+        Row("a GradScaler, and an inf on one rank", even.amp_with_an_inf_on_one_rank),
+        Row('nonfinite="skip", and an inf on one rank', even.nonfinite_on_one_rank),
+        Row("reset", even.reset),
+        Row("an exception in the body", even.exception_in_the_body),
+        Row("an exception in a boundary's backward", even.exception_in_the_boundary_backward),
+        Row("an exception in a held backward", even.exception_in_a_held_backward),
+        Row("an exception in a forward", even.exception_in_the_forward),
+        Row("sync_every", even.iterator),
+        Row("sync_every, plain backward", even.iterator_plain_backward),
+        Row("no_sync, then sync_gradients", even.no_sync_then_sync_gradients),
+        Row("no_sync, then a backward", even.no_sync_then_backward),
+        Row("a parameter that no rank used stays None", even.a_parameter_that_nobody_used),
+        Row("a parameter used in early micro-batches only", even.a_parameter_used_only_early),
+        Row("unequal ranks: .over", uneven.uneven_over),
+        Row("unequal ranks: .over of unknown length", uneven.uneven_over_of_unknown_length),
+        Row("unequal ranks: items without a call", uneven.uneven_over_that_passes_over_items),
+        Row("unequal ranks: LossSum", uneven.uneven_loss_sum),
+        Row("unequal ranks: a GradScaler", uneven.uneven_amp),
+        Row('unequal ranks: tail="drop"', uneven.uneven_tail_drop),
+        Row('unequal ranks: tail="carry"', uneven.uneven_tail_carry),
+        Row("unequal ranks: skip=", uneven.uneven_skip),
+        Row("unequal ranks: skip= in the first micro-batch", uneven.uneven_skip_first),
+        Row("unequal ranks: .over, one without an item", uneven.uneven_over_from_nothing),
+        Row("unequal ranks: sync_every", uneven.uneven_iterator),
+        Row("unequal ranks: sync_every, plain backward", uneven.uneven_iterator_plain_backward),
+        Row("unequal ranks: sync_every, one without an item", uneven.uneven_iterator_from_nothing),
+    )
+}
+
+_UNUSED = "a_parameter_that_nobody_used"
+_BY_HAND = ("no_sync_then_sync_gradients", "no_sync_then_backward")
+# In whose forward no rank waits for another; on the others a rank that has run out repeats its last call.
+_SILENT = ("none", "bare", "ddp", "ddp_find_unused", "ddp_views", "ddp_static", "replicate")
+
+# Where a promise cannot be had on an engine: what the error says instead.
+_ERRORS: dict[tuple[str, str], str] = {
+    **{
+        (engine, row): "either DTensors or plain gradients"
+        for engine in ("fsdp2_no_root", "ddp_fsdp2")
+        for row in ("amp_with_an_inf_on_one_rank", "uneven_amp")
+    },
+    # gradsync has put no engine there yet.
+    **{
+        (engine, row): "no_sync holds the gradients of an engine back, but nothing synchronises"
+        for engine in ("bare", "fsdp1_no_root", "fsdp2_no_root")
+        for row in _BY_HAND
+    },
+    **{(engine, _UNUSED): "find_unused_parameters=True" for engine in ("ddp", "ddp_views", "replicate", "ddp_fsdp2")},
+    ("ddp_static", "no_sync_then_sync_gradients"): "first synchronisation of a DDP with static_graph=True",
+    # A rank that has never had an item cannot repeat its last. The first backward of a static graph takes all ranks.
+    ("ddp_static", "uneven_over_from_nothing"): r"needs at least one item in step.over .*, but rank 0.* has none",
+    **{
+        (engine, row): error
+        for engine in HOMES
+        if engine not in _SILENT
+        for row, error in (
+            ("uneven_over_from_nothing", r"needs at least one item in step.over .*, but rank 0.* has none"),
+            ("uneven_skip_first", r"first micro-batch of step must be a good one .*, but rank \d+ dropped it"),
+        )
+    },
+    **{
+        (engine, "uneven_iterator_from_nothing"): r"needs at least one item in sync_every .*, but rank 0.* has none"
+        for engine in HOMES
+        if engine != "none"
+    },
+}
+
+# Where it means something else.
+_WHY_NOT: dict[tuple[str, str], str] = {
+    # Accumulating sees to that; a boundary of one's own has to.
+    ("fsdp2_gathered", "no_sync_then_backward"): "parameters that stay gathered beyond an update are stale",
+    **{
+        (engine, _UNUSED): "the gradient of a flat parameter is one tensor, with zeros where nothing came"
+        for engine in HOMES
+        if engine.startswith("fsdp1")
+    },
+    ("ddp_static", "no_sync_then_backward"): "torch's static graph has to synchronise its very first backward",
+    ("ddp_static", "a_parameter_used_only_early"): "a static graph is the same in each backward",
+}
+
+CELLS: dict[tuple[str, str], Cell] = {
+    (engine, name): Cell(row, name == _UNUSED, _ERRORS.get((engine, name)), _WHY_NOT.get((engine, name)))
+    for engine in HOMES
+    for name, row in ROWS.items()
+}
+
+
+def try_cell(engine: str, cell: Cell, device: torch.device = CPU) -> None:
+    """On every rank at once: raises unless the promise holds, or the error that stands there comes."""
+    home = home_of(engine, unused=cell.unused, device=device)
+    if cell.error is None:
+        cell.row.play(home)
+        return
+    try:
+        cell.row.play(home)
+    except RuntimeError as error:
+        need(re.search(cell.error, str(error)), f"the error must say {cell.error!r}, but says {error}")
+    else:
+        raise Off(f"an error must come that says {cell.error!r}, but none came")
