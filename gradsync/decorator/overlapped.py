@@ -16,6 +16,7 @@ from gradsync._registry import TRAVELLING
 from gradsync.decorator.compressed import Compressed, travels_of
 from gradsync.decorator.progress import ClosedLosses
 from gradsync.functional import bare_optimizer
+from gradsync.functional._share import SUMS
 from gradsync.overlap import check_ddp, check_optimizers, check_scaler, depart, go_back, landing, step_ahead
 
 if TYPE_CHECKING:
@@ -256,9 +257,10 @@ class Overlapped:
 
 def _own_factor(window: Window, closing: Closing) -> float | None:
     """What makes the sum of this rank's own gradients its own mean: each loss of a mean was divided by `size` already."""
-    if closing.own_count is not None:
-        return 1.0 / closing.own_count if closing.own_count else None
-    return window.size / window.num_micro_batches if window.num_micro_batches else None
+    over = float(closing.own_divisor)  # counts, or micro-batches
+    if not over:
+        return None
+    return (1.0 if window.kind == SUMS else window.size) / over
 
 
 def _count(ddps: Sequence[DistributedDataParallel], more: int) -> None:
