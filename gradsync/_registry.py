@@ -21,5 +21,8 @@ MAKERS: dict[type, Callable[[Any], Any]] = {}
 BEHIND: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 """The DDPs behind a bare module. They hold its parameters, not the module, so that an entry dies with its module."""
 
+TRAVELLING: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The windows whose gradients travel (`overlap`): before others use their parameters, they `settle`."""
+
 OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
 """The windows that are open now, of whatever function: a parameter can be in one of them only."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 # Written by gradsync's own engine, which imports nothing of the audit.
 BY_HAND = "_gradsync_reductions"
+NUM_TRAVELLING = "_gradsync_travelling"  # windows whose gradients are on their way, beside held ones of the next
 
 
 class WatchedEngine:
@@ -67,6 +68,11 @@ class WatchedEngine:
 
     def switched_off(self) -> bool:
         """Whether the loop has told the engine to hold gradients back."""
+        return False
+
+    @property
+    def travels(self) -> bool:
+        """Whether what was synchronised last is on its way still, to a step that is to come (gradsync's `overlap`)."""
         return False
 
     def unsynchronised(self, stepped: frozenset[int]) -> bool:
@@ -145,6 +151,14 @@ class WatchedDDP(WatchedEngine):
 
     def switched_off(self) -> bool:
         return not self.ddp.require_backward_grad_sync
+
+    @property
+    def travels(self) -> bool:
+        return bool(self.ddp.__dict__.get(NUM_TRAVELLING, 0))
+
+    def unsynchronised(self, stepped: frozenset[int]) -> bool:
+        # What steps is what has landed; held gradients are out of its way.
+        return not self.travels and super().unsynchronised(stepped)
 
     def _read_reducer(self) -> None:
         self._reducer: Any = self.ddp.reducer

@@ -117,7 +117,11 @@ class Watch:
         self._untimed = True
         for account in self._accounts:
             account.was_switched_off = account.engine.switched_off()
-            if account.pending is not None and not account.engine.has_gradients(beside=first):
+            if (
+                account.pending is not None
+                and not account.engine.travels
+                and not account.engine.has_gradients(beside=first)
+            ):
                 self._note_cleared(account, account.pending[1])
 
     def _on_sharded(self, engine: WatchedEngine) -> None:
@@ -147,7 +151,7 @@ class Watch:
     def _note_synchronisation(self, account: _Account, reduced: int, stretch: Stretch | None) -> None:
         self.counts.syncs += 1
         self.counts.bytes += reduced
-        if account.pending is not None:
+        if account.pending is not None and not account.engine.travels:
             self._note_waste(*account.pending)
         account.pending, account.pending_is_strange = None, False
         # One whose parameters nobody in this audit steps could be used by a step that is not seen.

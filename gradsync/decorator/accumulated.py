@@ -52,6 +52,10 @@ class Accumulated(Protocol[P, R_co]):
         """Close the open windows now. Collective: every rank calls it, after as many closed windows."""
         ...
 
+    def settle(self) -> None:
+        """Make the update whose gradients still travel (`overlap`). Not collective; nothing to do is fine."""
+        ...
+
     def reset(self) -> None:
         """Discard the open windows, with their gradients."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import wrapt
 from typing_extensions import ParamSpec
@@ -14,7 +14,7 @@ from gradsync.decorator.casting import Casting, Naming
 from gradsync.decorator.face import OWN, documentation, keywords_after_steps, representation
 from gradsync.decorator.over import Over, over
 from gradsync.decorator.registry import Registry
-from gradsync.decorator.settings import Settings, Sync, Tail
+from gradsync.decorator.settings import Compress, Settings, Sync, Tail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -43,6 +43,8 @@ def accumulating(
     nonfinite: NonFinite = "step",
     skip: type[Exception] | tuple[type[Exception], ...] = (),
     on_update: Callable[..., Any] | None = None,
+    overlap: int = 0,
+    compress: Compress | None = None,
     fit: bool | Cut = False,
 ) -> Callable[[Callable[P, R]], Accumulated[P, R]]:
     """Make a step function accumulate: each call is a micro-batch, each `steps` calls an update.
@@ -60,6 +62,9 @@ def accumulating(
     - `skip`: exception types that drop one micro-batch on one rank instead of ending the run.
     - `on_update`: called with the `progress` after each update on every rank, those too that a rank makes after its own
       data has ended; of a method it gets the instance first.
+    - `overlap`: how many micro-batches of a window run while the gradients of the one before travel. 0 is exact; with
+      more, parameters between calls are provisional, and true in `on_update` and after `settle()`.
+    - `compress`: "bf16" has gradients travel, and be added up, in bfloat16: half the bytes, for bare models.
     - `fit`: whether a call that runs out of memory goes on in parts: True cuts the tensors among the arguments by their
       first dimension, a function of (args, kwargs, parts) that returns each part's (args, kwargs) cuts anything (of a
       method, without the instance). The loss must be a mean over rows, or a `LossSum`.
@@ -84,6 +89,8 @@ def accumulating(
         nonfinite=nonfinite,
         skip=skip if isinstance(skip, tuple) else (skip,),
         on_update=on_update,
+        overlap=overlap,
+        compress=compress,
         fit=fit,
     )
 
@@ -118,6 +125,7 @@ class _Controls:
 
     def settle(self) -> None:
         """Let arrive what still travels, and make its update; nothing to do is fine."""
+        self._registry.settle(self._instance)
 
     def reset(self) -> None:
         """Discard the open windows, with their gradients."""
@@ -162,6 +170,7 @@ _SETTINGS = {*Settings.__dataclass_fields__, "model", "optimizer", "scheduler", 
 
 class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
     __doc__ = _HELP
+
     @property
     def _registry(self) -> Registry:
         return self._self_parent._self_registry  # type: ignore[no-any-return]

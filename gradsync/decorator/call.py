@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import contextmanager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
+from gradsync.decorator.compressed import DTYPES, Compressed
 from gradsync.decorator.fitted import Fitted
 from gradsync.decorator.last_call import LastCall
+from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.progress import ClosedLosses, Progress
 from gradsync.decorator.watches import ForwardWatch, GradientWatch, StepGuard, check_first
 from gradsync.functional import (
@@ -29,7 +32,7 @@ from gradsync.ranks.lost import is_lost, lost
 from gradsync.ranks.meet import meet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
     from torch.amp import GradScaler
@@ -51,6 +54,10 @@ class Call:
         self.num_steps = self.num_updates = self.num_skipped = self.num_replays = 0
         self.watch = GradientWatch()
         self.closed: ClosedLosses | None = None
+        # What travels while the next window computes; None where everything is exact.
+        self.ahead = Overlapped(self, settings.overlap, DTYPES[settings.compress]) if settings.overlap else None
+        if self.ahead is not None or settings.compress is not None:
+            self.run.crossing = self.ahead or Compressed()
         self._fitted = None if settings.fit is False else Fitted(settings.fit, self)
         self._instance = _reference(instance)
         self._participants: list[weakref.ref[Any]] = []
@@ -89,6 +96,7 @@ class Call:
 
     def bind(self, cast: Cast, participants: Sequence[object]) -> None:
         """Take note of a call's participants."""
+        self.settle()
         models = self.run.who.models
         same = len(models) == len(cast.models) and all(a is b for a, b in zip(models, cast.models, strict=True))
         if not same and self.run.window is not None:
@@ -146,6 +154,8 @@ class Call:
         self.thread = get_ident()
         self._running, waiting = True, False
         try:
+            if self.ahead is not None:
+                self.ahead.begin()
             place = run.start(run.who, loop)
             team = run.fit()
             if place.index == 0:
@@ -256,9 +266,11 @@ class Call:
     def flush(self) -> None:
         """Close the open window now. Collective."""
         try:
+            self.settle()
             closing = self.run.flush()
             if closing is not None:
                 self._close(closing)
+            self.settle()
         except BaseException:
             self.discard()
             raise
@@ -268,8 +280,15 @@ class Call:
         """Drop the open window; without one, leave the gradients alone: they may be another function's."""
         self.discard()
 
+    def settle(self) -> None:
+        """Make the update whose gradients still travel."""
+        if self.ahead is not None:
+            self.ahead.settle()
+
     def discard(self) -> None:
         """Drop the open window and its gradients."""
+        if self.ahead is not None:
+            self.ahead.go_back()
         if self.run.window is not None:
             self._size = self.run.window.size
         self.run.discard()
@@ -284,6 +303,8 @@ class Call:
         else:
             self.watch.remember()
             self._made = self._made._replace(stepped=False)
+            if self.ahead is not None:
+                self.ahead.go_on(self.run.index)
 
     def _close(self, closing: Closing) -> None:
         """The gradients are synchronised: make the update, or what `tail` says."""
@@ -291,47 +312,102 @@ class Call:
         window = run.window
         assert window is not None, "it is closed below"
         if not closing.is_window:
+            self.settle()
             self.discard()  # the data ended at a boundary
+            return
+        if self._travels:
+            assert self.ahead is not None, "it does"
+            self._made = self._made._replace(stepped=False)
+            self.ahead.close(closing)
             return
         team = window.team
         closed, made = ClosedLosses(window, closing), Update(stepped=False, grad_norm=None)
-        optimizers = run.who.optimizers
         is_dropped = closing.factor is None or (settings.tail == "drop" and not closing.filled)
-        self._updating = True
         try:
             if closing.factor is None or is_dropped:
                 team.drop_gradients()
             else:
                 if window.scale is not None and self.scaler is not None:
                     window.scale.correct(team.parameters, self.scaler)
+                made = self.step(team, closing.factor)
+        finally:
+            self._clear(team)
+            self.end_window()
+            self._note(made, closed)
+        if not is_dropped:
+            refuse_nonfinite(made, settings.nonfinite)
+
+    def step(self, team: Team, factor: float) -> Update:
+        """Make the update with gradients that are synchronised, and move the schedulers; the gradients are gone then."""
+        made = Update(stepped=False, grad_norm=None)
+        try:
+            with self.updating():
                 made = step_optimizers(
-                    optimizers,
+                    self.run.who.optimizers,
                     scaler=self.scaler,
-                    clip_norm=settings.clip_norm,
-                    factor=closing.factor,
-                    nonfinite=settings.nonfinite,
+                    clip_norm=self.settings.clip_norm,
+                    factor=factor,
+                    nonfinite=self.settings.nonfinite,
                     spread=team.spread,
                 )
                 if made.stepped:
                     move(one for ref in self._schedulers if (one := ref()) is not None)
         finally:
-            zero(optimizers)
-            for parameter in team.unowned:
-                parameter.grad = None
-            self._updating = False
-            self._size = window.size
-            run.close()
-            self.num_updates += made.stepped
-            self.num_skipped += not made.stepped
-            self.watch.forget()
-            self._made, self.closed = made, closed
-        if not is_dropped:
-            refuse_nonfinite(made, settings.nonfinite)
+            self._clear(team)
+        return made
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """A step inside is ours."""
+        found, self._updating = self._updating, True
+        try:
+            yield
+        finally:
+            self._updating = found
+
+    def end_window(self) -> None:
+        """The window that has synchronised is over, though its update may be still to come."""
+        window = self.run.window
+        assert window is not None, "it ends here"
+        self._size = window.size
+        self.run.close()
+        self.watch.forget()
+
+    def note_update(self, made: Update, closed: ClosedLosses) -> None:
+        """A window's gradients have landed, and its update was made: tell of it."""
+        self._note(made, closed)
+        refuse_nonfinite(made, self.settings.nonfinite)
+        self._tell_update()
+
+    def note_skipped(self, closed: ClosedLosses) -> None:
+        """A window has closed without an update, beside one that may have landed."""
+        self.num_skipped += 1
+        self.closed = closed
+
+    def _note(self, made: Update, closed: ClosedLosses) -> None:
+        self.num_updates += made.stepped
+        self.num_skipped += not made.stepped
+        self._made, self.closed = made, closed
+
+    def _clear(self, team: Team) -> None:
+        zero(self.run.who.optimizers)
+        for parameter in team.unowned:
+            parameter.grad = None
+
+    @property
+    def _travels(self) -> bool:
+        """Whether updates are made when gradients land, after the window has closed."""
+        return self.ahead is not None and self.run.team is not None and self.run.team.num_ranks > 1
 
     def _tell(self, closing: Closing | None) -> None:
+        """Tell of the update of a window that has closed just now."""
+        if closing is not None and not self._travels:
+            self._tell_update()
+
+    def _tell_update(self) -> None:
         """Call the user's `on_update` after an update."""
         on_update = self.settings.on_update
-        if closing is None or on_update is None or not self._made.stepped:
+        if on_update is None or not self._made.stepped:
             return
         instance = self._instance()
         if instance is None:

@@ -50,12 +50,16 @@ class Over(Generic[T]):
                     yield item
                     _insist_on_latest(loop)
             except GeneratorExit:
-                if _is_left_on_purpose(sys._getframe(0).f_back):
+                on_purpose = _is_left_on_purpose(sys._getframe(0).f_back)
+                if on_purpose:
                     _warn_if_open(loop)
+                _end_travels(decorated, on_purpose=on_purpose)
                 raise
             for turn in loop.rest():
                 call = next(call for registry, _ in decorated if (call := registry.call_of(turn.run)) is not None)
                 call.take_part(turn.place)
+            for registry, instance in decorated:
+                registry.settle(instance)
         for registry, instance in decorated:
             registry.note_idle(loop, instance)
 
@@ -68,9 +72,13 @@ class SizedOver(Over[T]):
 
 
 def _runs(decorated: Sequence[_Decorated]) -> list[Run]:
-    return [
-        run for position, (registry, instance) in enumerate(decorated) for run in registry.runs(instance, position)
-    ]
+    return [run for position, (registry, instance) in enumerate(decorated) for run in registry.runs(instance, position)]
+
+
+def _end_travels(decorated: Sequence[_Decorated], *, on_purpose: bool) -> None:
+    """A loop is left early: what travels lands, but behind an exception nothing is waited for."""
+    for registry, instance in decorated:
+        (registry.settle if on_purpose else registry.go_back)(instance)
 
 
 def _insist_on_latest(loop: Loop) -> None:

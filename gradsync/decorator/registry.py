@@ -17,6 +17,7 @@ from gradsync.decorator.call import Call
 from gradsync.decorator.casting import cast_of, check_cast
 from gradsync.decorator.checkpoint import VERSION, check_steps_of, load, progress_in, save, windows_in
 from gradsync.decorator.progress import Progress
+from gradsync.overlap import LEFT
 from gradsync.ranks.meet import nothing_here
 
 if TYPE_CHECKING:
@@ -143,6 +144,18 @@ class Registry:
         for call in calls:
             call.flush()
 
+    def settle(self, instance: object) -> None:
+        """Land what travels, in this thread's windows."""
+        for call in self._all(instance, make=False):
+            if call.thread in {None, get_ident()}:
+                call.settle()
+
+    def go_back(self, instance: object) -> None:
+        """An exception: parameters are the last true ones."""
+        for call in self._all(instance, make=False):
+            if call.ahead is not None and call.thread in {None, get_ident()}:
+                call.ahead.go_back()
+
     def reset(self, instance: object) -> None:
         """Discard what is open."""
         self._forget_read_ahead(instance)
@@ -163,6 +176,8 @@ class Registry:
         """All windows' states, in the order of their first call, and which of them was called last."""
         key = None if instance is None else id(instance)
         calls, ref = self._all(instance, make=False), self._latest.get(key)
+        for call in calls:
+            call.settle()
         latest = next((place for place, one in enumerate(calls) if ref is not None and one is ref()), None)
         return {
             "version": VERSION,
@@ -177,6 +192,8 @@ class Registry:
         """
         key = None if instance is None else id(instance)
         states, calls = windows_in(state), self._all(instance, make=False)
+        for call in calls:
+            call.settle()
         for call, one in zip(calls, states, strict=False):
             load(call, one, dry=True)
         for one in states:
@@ -213,6 +230,10 @@ class Registry:
 
     def _warn_if_open(self, call: Call) -> None:
         # After an error that ended the program, an open window says nothing new.
+        if call.ahead is not None and call.ahead.is_travelling:
+            call.ahead.abandon()
+            if getattr(sys, "last_value", None) is None:
+                warnings.warn_explicit(LEFT.format(what=self.name), RuntimeWarning, *self._place)
         index, size, told = call.run.index, call.progress.size, call.run.told is call.run.window
         if not index:
             return
@@ -229,9 +250,7 @@ class Registry:
     def _forget_read_ahead(self, instance: object) -> None:
         self._read_ahead.pop((get_ident(), None if instance is None else id(instance)), None)
 
-    def _find(
-        self, instance: object, key: Key, participants: Sequence[object], came: Sequence[object] = ()
-    ) -> Call:
+    def _find(self, instance: object, key: Key, participants: Sequence[object], came: Sequence[object] = ()) -> Call:
         cast = cast_of(participants)
         check_cast(cast, self.name, came, is_method=instance is not None)
         call = next((one for own, one in self._calls if own == key and one.is_for(cast, instance)), None)

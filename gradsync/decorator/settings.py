@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from gradsync.engines._compress import check
 from gradsync.functional import NonFinite, Steps, Terms
+from gradsync.overlap.check import check_settings
 from gradsync.parts import Fit
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 Tail = Literal["step", "drop", "carry"]
 Sync = Literal["window", "each", "shard"]
+Compress = Literal["bf16"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Settings:
     nonfinite: NonFinite = "step"
     skip: tuple[type[Exception], ...] = ()
     on_update: Callable[..., Any] | None = None
+    overlap: int = 0
+    compress: Compress | None = None
     fit: bool | Cut = False
 
     def __post_init__(self) -> None:
@@ -52,11 +57,22 @@ class Settings:
             )
         for kind in self.skip:
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
-                came = f"{kind!r} is in it" if isinstance(kind, type) else f"{kind!r}, of type {type(kind).__name__}, is in it"
+                came = (
+                    f"{kind!r} is in it"
+                    if isinstance(kind, type)
+                    else f"{kind!r}, of type {type(kind).__name__}, is in it"
+                )
                 raise TypeError(f"skip must be a tuple of exception types, but {came}. Pass the classes.")
+        check(self.compress)
         if self.fit is not False:
             Fit(self.fit)  # which raises for what it cannot be
+            if self.overlap or self.compress:
+                raise ValueError(
+                    "fit runs a boundary in parts, and overlap and compress have its gradients travel in a way of their own, "
+                    "but both came. Leave one of them out."
+                )
         self.terms()  # which looks at the steps
+        check_settings(self.overlap, self.steps, sync=self.sync)
 
     def in_words(self) -> str:
         """What differs from the defaults, as it would be written."""
@@ -66,7 +82,8 @@ class Settings:
 
     def terms(self) -> Terms:
         """What the ranks must have alike."""
-        words = {"nonfinite": self.nonfinite, "clip_norm": self.clip_norm}
+        words: dict[str, Any] = {"nonfinite": self.nonfinite, "clip_norm": self.clip_norm}
+        words |= {"overlap": self.overlap, "compress": self.compress}
         return Terms(self.steps, self.tail, sync=self.sync, skip=self.skip, words=words)
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.engines._ddp import DDPEngine, insist_on_shapes, silent
+from gradsync.engines._protocol import Carrier
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -53,6 +54,10 @@ class BehindEngine(DDPEngine):
     def ddp(self) -> DistributedDataParallel:
         """The DDP itself; its `module` is gone."""
         return self._ddp
+
+    @property
+    def carrier(self) -> Carrier:
+        return Carrier(self._ddp, self._ledger, self._reduced)
 
     def is_for(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> bool:
         """Whether it was made for just these parameters, as they are, on this group."""

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
 from gradsync.engines._privates import check_torch
-from gradsync.engines._protocol import Engine
+from gradsync.engines._protocol import Carrier, Engine
 from gradsync.engines._torch import ddp_finalizes_by_hand
 from gradsync.ranks.group import is_alive
 
@@ -79,6 +79,10 @@ class DDPEngine(Engine):
 
     def _check(self, ddp: DistributedDataParallel) -> None:
         check(ddp)
+
+    @property
+    def carrier(self) -> Carrier | None:
+        return Carrier(self._ddp)
 
     # -- window ---------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed import ProcessGroup
+    from torch.nn.parallel import DistributedDataParallel
+
+
+class Carrier(NamedTuple):
+    """What an engine's gradients travel in: a DDP, whose communication hook sees each bucket."""
+
+    ddp: DistributedDataParallel
+    ledger: nn.Parameter | None = None  # whose gradient are flags, where gradsync has made the DDP
+    flagged: Sequence[nn.Parameter] = ()
 
 
 class Engine:
@@ -59,6 +68,11 @@ class Engine:
     def gathered(self) -> Mapping[torch.Tensor, nn.Parameter]:
         """The tensors that a forward has left in the place of parameters, and of which; `rest` puts them away."""
         return {}
+
+    @property
+    def carrier(self) -> Carrier | None:
+        """What its gradients travel in; None where that is not a DDP of the user's, or of gradsync's."""
+        return None
 
     def num_held(self) -> int:
         """How many parameters have a gradient that is not synchronised, where the engine keeps those itself."""

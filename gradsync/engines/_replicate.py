@@ -30,6 +30,10 @@ class _Replicated(DDPEngine):
         self._state = state
         super().__init__(state._ddp, module)
 
+    @property
+    def carrier(self) -> None:
+        return None  # its user has no DDP in hand
+
     def hold(self) -> Any:
         found = self._state._no_sync, super().hold()
         self._state._no_sync = True  # its hook writes this over DDP's own switch in each forward

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from gradsync._errors import GradSyncError
-from gradsync._registry import OPEN
+from gradsync._registry import OPEN, TRAVELLING
 from gradsync.functional._backward import NO_RANGE, Both, Joined, Order, backward, named_range, reduce
 from gradsync.functional._leaf_hooks import weightless
 from gradsync.functional._loss import LossSum, check_loss
@@ -15,12 +15,13 @@ from gradsync.functional._place import Part, Place
 from gradsync.functional._share import IN_WORDS, NOTHING, PLAIN, SUMS, Closing, Share
 from gradsync.functional._steps import Steps, check_steps, window_size
 from gradsync.functional._team import Team
+from gradsync.functional._update import owned
 from gradsync.functional._window import Scale, Window
 from gradsync.ranks.lost import WaitingFor, is_lost, lost
 from gradsync.ranks.meet import agreed, insist, meet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -31,6 +32,32 @@ if TYPE_CHECKING:
     from gradsync.functional._backward import RunBackward
     from gradsync.functional._loop import Loop
     from gradsync.ranks.line import Sent
+
+
+class Crossing(Protocol):
+    """How the gradients of a run's windows cross to the other ranks."""
+
+    def check(self, team: Team) -> None:
+        """Raise for a team whose gradients cannot go this way; as a window opens."""
+
+    def across(self, window: Window) -> AbstractContextManager[Any]:
+        """What the synchronisation of a window is to be inside of."""
+
+
+class _Plainly:
+    """The engines' own way."""
+
+    def check(self, team: Team) -> None: ...
+
+    def across(self, _: Window) -> AbstractContextManager[Any]:
+        return NO_RANGE
+
+
+def _land(ids: Collection[int], *, of: Run | None = None, beside: Run | None = None) -> None:
+    """Before a window takes these parameters: what travels to them lands, but for that of one run; `of` another, always."""
+    for other in list(TRAVELLING):
+        if other.run is of or (other.run is not beside and not other.ids.isdisjoint(ids)):
+            other.settle()
 
 
 @dataclass(frozen=True)
@@ -127,6 +154,8 @@ class Run:
         self.last: Any = None  # the last good micro-batch, if its driver can run it again: has `is_alive`
         self.told: Window | None = None  # the one that was said to be left open
         self.who = Who()
+        # What a window's synchronisation is to be inside of, where gradients go another way.
+        self.crossing: Crossing = _Plainly()
         self._loop: Loop | None = None  # that of the current place
         self._heard: Sent | None = None  # what the ranks have said already of the window that closes
         self._kind = NOTHING  # of losses, as agreed on without a table
@@ -332,6 +361,9 @@ class Run:
             return self.window.team
         models, optimizers = self.who.models, self.who.optimizers
         if self.team is None or not self.team.fits(models, optimizers):
+            _land(
+                {id(p) for p in (*owned(optimizers), *(one for model in models for one in model.parameters()))}, of=self
+            )
             shards = self.terms.sync == "shard"
             self.team = Team(self.name, models, optimizers, shards=shards, last=self.team)
             self._seeds.clear()
@@ -347,6 +379,8 @@ class Run:
                     f"are in the open window of {other.name}. Call {other.name}.flush() or .reset() first, or keep the "
                     "other model out of one of the optimizers."
                 )
+        _land(team.ids, beside=self)
+        self.crossing.check(team)
         window = Window(team, self.number, window_size(self.terms.steps, self.number), self._seeds)
         if self._loop is not None:
             self._loop.plan(self, window)
@@ -414,7 +448,8 @@ class Run:
         window = self._open_window
         try:
             try:
-                synchronise()
+                with self.crossing.across(window):
+                    synchronise()
             except BaseException as error:
                 if not is_lost(error):
                     self._complete_failed(departure.sent)

@@ -30,12 +30,12 @@ def test_everything_public_is_documented():
 
 
 def test_signatures():
-    keywords = "model optimizer scheduler scaler clip_norm tail sync nonfinite skip on_update fit".split()
+    keywords = "model optimizer scheduler scaler clip_norm tail sync nonfinite skip on_update overlap compress fit".split()
     parameters = inspect.signature(gradsync.accumulating).parameters
     assert list(parameters) == ["steps", *keywords]
     assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in keywords)
     defaults = [parameters[name].default for name in keywords]
-    assert defaults == [None, None, None, None, None, "step", "window", "step", (), None, False]
+    assert defaults == [None, None, None, None, None, "step", "window", "step", (), None, 0, None, False]
     assert list(inspect.signature(gradsync.sync_every).parameters) == ["model", "steps", "iterable"]
     assert list(inspect.signature(gradsync.MicroStep.backward).parameters) == ["self", "loss", "count", "run"]
     assert issubclass(gradsync.GradSyncError, RuntimeError)

@@ -1,0 +1,52 @@
+"""What a boundary's synchronisation is inside of, where gradients travel in bfloat16 or beside the next window."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradsync._errors import GradSyncError
+from gradsync.overlap.attach import attach
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from gradsync.functional import Team, Window
+    from gradsync.overlap import Travel
+
+DTYPES = {None: None, "bf16": torch.bfloat16}
+"""What `compress` means."""
+
+
+class Compressed:
+    """The gradients of a call's windows travel in bfloat16, what else travels as it is."""
+
+    def check(self, team: Team) -> None:
+        """Raise for engines that this is not for."""
+        for engine in team.engines if team.num_ranks > 1 else ():
+            if engine.carrier is None or engine.carrier.ledger is None:
+                raise GradSyncError(
+                    'accumulating(..., compress="bf16") needs a bare model, whose gradients gradsync itself sends, but this '
+                    f"one is on an engine of its own ({type(engine).__name__}). Hand over the bare model, or, for a "
+                    'DistributedDataParallel, make it with gradsync.ddp(model, compress="bf16") and leave compress out.'
+                )
+
+    @contextmanager
+    def across(self, window: Window) -> Iterator[None]:
+        """Around the synchronisation of a window."""
+        travels = travels_of(window)
+        try:
+            for travel in travels:
+                travel.dtype = torch.bfloat16
+            yield
+        finally:
+            for travel in travels:
+                travel.dtype = None
+
+
+def travels_of(window: Window) -> Sequence[Travel]:
+    """What the communication hooks of a window's engines go by; none where a rank is alone."""
+    carriers = [engine.carrier for engine in window.active] if window.team.num_ranks > 1 else []
+    return [attach(one.ddp, ledger=one.ledger, flagged=one.flagged) for one in carriers if one is not None]

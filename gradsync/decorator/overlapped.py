@@ -1,0 +1,268 @@
+"""A call's windows whose gradients travel while the next one computes: from the boundary to the landing.
+
+A call has one of these with `overlap` only. As a window closes it departs, and this rank goes on from a provisional
+update; after the m-th micro-batch it lands, which is when the call makes its update and tells of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gradsync._errors import GradSyncError
+from gradsync._registry import TRAVELLING
+from gradsync.decorator.compressed import Compressed, travels_of
+from gradsync.decorator.progress import ClosedLosses
+from gradsync.functional import bare_optimizer
+from gradsync.functional._share import SUMS
+from gradsync.overlap import check_ddp, check_optimizers, check_scaler, depart, go_back, landing, step_ahead
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from gradsync.decorator.call import Call
+    from gradsync.functional import Closing, Run, Team, Window
+    from gradsync.overlap import Flight, InFlight
+    from gradsync.overlap.saved import Saved
+
+# An attribute of a DDP, for the audit: how many windows' gradients travel from it, held ones of the next beside them.
+_NUM_TRAVELLING = "_gradsync_travelling"
+
+
+@dataclass(eq=False)
+class _Leg:
+    """A closed window whose gradients travel, and the update that is to be made of them."""
+
+    flights: Sequence[Flight]
+    ddps: Sequence[DistributedDataParallel]
+    team: Team
+    factor: float  # of the engines' average
+    own_factor: float | None  # of this rank's own gradients; None if they weigh nothing
+    closed: ClosedLosses
+    in_flight: InFlight | None = None  # None until it has departed
+
+
+class Overlapped:
+    """The windows of one call that are between their boundary and their update."""
+
+    def __init__(self, call: Call, num_beside: int, dtype: torch.dtype | None) -> None:
+        """`num_beside` micro-batches run while gradients travel, in `dtype`, None for their own."""
+        self._call = weakref.ref(call)
+        self._num_beside = num_beside
+        self._dtype = dtype
+        self._flights: Sequence[Flight] = ()  # of the window that closes
+        self._ddps: Sequence[DistributedDataParallel] = ()
+        self._legs: list[_Leg] = []  # oldest first
+        self._closing: _Leg | None = None  # whose gradients have left, while the ones before them land
+        self._has_gone_back = False
+        self._checked: Team | None = None
+        self._memory: Saved | None = None  # of the last provisional step, for the next
+
+    # -- what others ask ----------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """Whose windows these are."""
+        return self._its_call.run
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """The ids of the parameters that gradients travel to."""
+        legs = [*self._legs, self._closing] if self._closing is not None else self._legs
+        return frozenset().union(*(leg.team.ids for leg in legs))
+
+    @property
+    def is_travelling(self) -> bool:
+        """Whether an update is still to be made."""
+        return bool(self._legs) or self._closing is not None
+
+    def check(self, team: Team) -> None:
+        """Raise where gradients cannot travel; as a window opens, on every rank."""
+        if team.num_ranks == 1:
+            return
+        call = self._its_call
+        check_scaler(call.scaler)
+        if team is self._checked:
+            return
+        check_optimizers(call.run.who.optimizers)
+        if self._dtype is not None:
+            Compressed().check(team)
+        for engine in team.engines:
+            if engine.carrier is None:
+                raise GradSyncError(
+                    "overlap needs a bare model, or a DistributedDataParallel, whose gradients it can send a copy of, but "
+                    f"this model is on another engine ({type(engine).__name__}). Hand gradsync the bare model, or use "
+                    "overlap=0."
+                )
+            check_ddp(engine.carrier.ddp)
+        covered = {id(parameter) for engine in team.engines for parameter in engine.parameters}
+        left = [one for one in team.parameters if one.requires_grad and id(one) not in covered]
+        if left:
+            raise GradSyncError(
+                f"overlap needs the gradients of all parameters of {call.name} to travel, but {len(left)} of them, of "
+                f"shape {', '.join(str(list(one.shape)) for one in left[:3])}, are in no DistributedDataParallel: they are "
+                "DTensors, or left out of it. Use overlap=0."
+            )
+        self._checked = team
+
+    # -- a window -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def across(self, window: Window) -> Iterator[None]:
+        """Around the synchronisation of a window: its gradients depart, and this rank's own stay where they are."""
+        travels = travels_of(window)
+        ddps = [engine.carrier.ddp for engine in window.active if engine.carrier is not None]
+        for travel in travels:
+            travel.dtype = self._dtype
+            travel.begin()
+        _count(ddps, 1)
+        departed = False
+        try:
+            yield
+            departed = True
+        finally:
+            self._flights = [travel.end() for travel in travels]
+            self._ddps = ddps
+            for travel in travels:
+                travel.dtype = None
+            if not departed:
+                self._drop()
+
+    def begin(self) -> None:
+        """A call begins: what an exception has left lands."""
+        if self._has_gone_back:
+            self.settle()
+
+    def go_on(self, index: int) -> None:
+        """The open window has had `index` micro-batches."""
+        if index >= self._num_beside:
+            self._land()
+
+    def close(self, closing: Closing) -> None:
+        """The gradients of the call's window have departed: land those before them, and go on from a provisional update."""
+        call = self._its_call
+        window = call.run.window
+        assert window is not None, "it is closed here"
+        team = window.team
+        closed = ClosedLosses(window, closing)
+        if closing.factor is None or (call.settings.tail == "drop" and not closing.filled):
+            self._drop()
+            team.drop_gradients()
+            call.end_window()
+            self._land()
+            call.note_skipped(closed)
+            return
+        own_factor = _own_factor(window, closing)
+        self._closing = _Leg(self._flights, self._ddps, team, closing.factor, own_factor, closed)
+        self._flights, self._ddps = (), ()
+        TRAVELLING.add(self)
+        call.end_window()
+        try:
+            self._land()
+        except BaseException:
+            self._depart(ahead=False)  # it lands at the next call
+            raise
+        self._depart(ahead=True)
+
+    def settle(self) -> None:
+        """What travels lands."""
+        self._land()
+        if self._closing is not None:  # from within on_update
+            self._depart(ahead=False)
+            self._land()
+
+    def go_back(self) -> None:
+        """An exception: parameters are the last true ones again, and what travels lands later. It waits for nothing."""
+        self._drop()
+        for leg in self._legs:
+            assert leg.in_flight is not None, "it has departed"
+            leg.in_flight = go_back(leg.in_flight)
+        self._has_gone_back = bool(self._legs)
+
+    def abandon(self) -> None:
+        """The function or the program ends: parameters stay the last true ones."""
+        self.go_back()
+        for leg in self._legs:
+            assert leg.in_flight is not None, "it has departed"
+            leg.in_flight.watch.end()
+            _count(leg.ddps, -1)
+        self._legs.clear()
+        TRAVELLING.discard(self)
+
+    def _depart(self, *, ahead: bool) -> None:
+        call, leg = self._its_call, self._closing
+        if leg is None:
+            return
+        who, self._closing = call.run.who, None
+        optimizers = [bare_optimizer(one) for one in who.optimizers]
+        in_flight = replace(depart(leg.flights, optimizers, who.models, self.settle), spare=self._memory)
+        self._memory, leg.in_flight = None, in_flight
+        self._legs.append(leg)
+        self._has_gone_back = self._has_gone_back or not ahead
+        with call.updating():
+            leg.in_flight = step_ahead(
+                in_flight,
+                factor=leg.own_factor if ahead else None,
+                clip_norm=call.settings.clip_norm,
+                nonfinite=call.settings.nonfinite,
+            )
+
+    def _land(self) -> None:
+        while self._legs:
+            leg = self._legs[0]
+            in_flight = leg.in_flight
+            assert in_flight is not None, "it has departed"
+            call, arrived = self._its_call, False
+            try:
+                with landing(in_flight), call.updating():
+                    arrived = True
+                    self._arrived(leg)
+                    made = call.step(leg.team, leg.factor)
+            except BaseException:
+                if not arrived:
+                    self.go_back()
+                raise
+            finally:
+                if arrived:
+                    _count(leg.ddps, -1)
+            saved = in_flight.saved or in_flight.spare
+            self._memory = None if saved is None else saved.emptied()
+            for later in self._legs:
+                assert later.in_flight is not None, "it has departed"
+                later.in_flight.watch.note()
+            call.note_update(made, leg.closed)
+
+    def _arrived(self, leg: _Leg) -> None:
+        self._legs.remove(leg)
+        self._has_gone_back = bool(self._legs)
+        if not self.is_travelling:
+            TRAVELLING.discard(self)
+
+    def _drop(self) -> None:
+        if self._ddps:
+            _count(self._ddps, -1)
+        self._flights, self._ddps = (), ()
+
+    @property
+    def _its_call(self) -> Call:
+        call = self._call()
+        assert call is not None, "it has this"
+        return call
+
+
+def _own_factor(window: Window, closing: Closing) -> float | None:
+    """What makes the sum of this rank's own gradients its own mean: each loss of a mean was divided by `size` already."""
+    over = float(closing.own_divisor)  # counts, or micro-batches
+    if not over:
+        return None
+    return (1.0 if window.kind == SUMS else window.size) / over
+
+
+def _count(ddps: Sequence[DistributedDataParallel], more: int) -> None:
+    for ddp in ddps:
+        vars(ddp)[_NUM_TRAVELLING] = vars(ddp).get(_NUM_TRAVELLING, 0) + more

@@ -1,0 +1,99 @@
+"""Where gradients cannot travel while the next window computes: each said in a sentence.
+
+Private in torch (read in torch 2.13; tests/overlap/test_check.py fails when it changes): `ddp._use_python_reducer`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsync._errors import GradSyncError
+from gradsync.overlap.attach import foreign_hook
+from gradsync.overlap.provisional import communicates, inner
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+    from torch.amp import GradScaler
+    from torch.optim import Optimizer
+
+# By name, for the import of torch.distributed.optim takes long; a step that communicates is found as it is made, too.
+_COMMUNICATES = {
+    "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer",
+    "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer",
+    "torch.distributed.optim.optimizer.DistributedOptimizer",
+}
+
+
+def check_settings(overlap: object, steps: object, *, sync: str) -> int:
+    """`overlap`, if it is what the decorator takes; a TypeError or ValueError if not."""
+    if not isinstance(overlap, int) or isinstance(overlap, bool):
+        raise TypeError(
+            f"overlap needs the number of micro-batches that run while gradients travel, but came as {overlap!r}, a "
+            f"{type(overlap).__name__}. Pass an int from 0, which is exact, to steps."
+        )
+    if overlap < 0 or (isinstance(steps, int) and overlap > steps):
+        raise ValueError(
+            f"overlap needs a number of micro-batches from 0, which is exact, to steps, which is {steps}, but is "
+            f"{overlap}."
+        )
+    if overlap and sync != "window":
+        raise ValueError(
+            f"overlap needs gradients that travel once a window, but sync is {sync!r}. Use sync='window', or overlap=0."
+        )
+    return overlap
+
+
+def check_scaler(scaler: GradScaler | None) -> None:
+    """Raise if there is one that scales."""
+    if scaler is not None and scaler.is_enabled():
+        raise GradSyncError(
+            "overlap needs gradients as they are, for a provisional update before the true one, but a GradScaler "
+            "scales them and learns from each update. Train in bfloat16, which needs none, or use overlap=0."
+        )
+
+
+def check_ddp(ddp: nn.Module) -> None:
+    """Raise unless gradients of `ddp`, an engine's module, can travel."""
+    if not isinstance(ddp, DistributedDataParallel):
+        raise GradSyncError(
+            "overlap needs a bare model, or a DistributedDataParallel, whose gradients it can send a copy of, but "
+            f"this model is on {type(ddp).__name__}. Hand gradsync the bare model, or use overlap=0."
+        )
+    which = ""
+    if ddp.static_graph:
+        which = "was made with static_graph=True, which reduces at the end of its first backward"
+    elif ddp.find_unused_parameters:
+        which = "was made with find_unused_parameters=True, which waits for the other ranks in each boundary's backward"
+    elif foreign := foreign_hook(ddp):
+        which = f"has the communication hook {foreign}, and torch takes one"
+    elif ddp._use_python_reducer:
+        which = "is compiled with optimize_ddp='python_reducer', which has no buckets to send"
+    if which:
+        raise GradSyncError(
+            "overlap needs a DistributedDataParallel whose backward only hands its buckets on, but this one "
+            f"{which}. Hand gradsync the bare model, which needs none of it, or use overlap=0."
+        )
+
+
+def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Raise if the step of one is known to communicate."""
+    for optimizer in map(inner, optimizers):
+        if any(f"{kind.__module__}.{kind.__qualname__}" in _COMMUNICATES for kind in type(optimizer).__mro__):
+            raise GradSyncError(communicates([optimizer]))
+
+
+def check_compress(compress: object) -> torch.dtype | None:
+    """The dtype in which gradients travel, None for their own; a ValueError for anything else than None and "bf16"."""
+    if compress is None:
+        return None
+    if compress != "bf16":
+        raise ValueError(
+            f"compress needs None or 'bf16', but is {compress!r}. Gradients of summed losses overflow in float16, and "
+            "those of small means vanish in it."
+        )
+    return torch.bfloat16

@@ -1,0 +1,148 @@
+"""A window whose gradients travel: from its boundary to its landing.
+
+    in_flight = depart(flights, optimizers, models, land)   as it closes
+    in_flight = step_ahead(in_flight, factor=...)           the provisional step, with the gradients that are there
+    in_flight = go_back(in_flight)                          parameters are the last true ones again; waits for nothing
+    with landing(in_flight):                                they are, and have the true gradients: clip and step
+
+Each returns what the next takes, and leaves what it was given as good as before.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch.distributed as dist
+
+from gradsync._errors import GradSyncError
+from gradsync.functional import discard
+from gradsync.overlap.provisional import inner, owned, provisional_step
+from gradsync.overlap.watch import Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from gradsync.overlap.saved import Saved
+    from gradsync.overlap.travel import Flight
+
+LEFT = (
+    "Gradients were still travelling, and their update was not made, as {what} ended: its parameters lack their last "
+    "update. Call settle() or flush() before, or loop with .over, which lands them."
+)
+"""A warning; `what` is the function, or the program, or the process group."""
+
+
+@dataclass(frozen=True, eq=False)
+class InFlight:
+    """The gradients of one window between their departure and their landing."""
+
+    flights: Sequence[Flight]
+    optimizers: Sequence[Optimizer]
+    parameters: Sequence[nn.Parameter]  # those that travel, and those of the optimizers
+    all_used: bool  # by this rank
+    watch: Watch
+    saved: Saved | None = None  # where a provisional step is to be undone
+    spare: Saved | None = None  # memory for the next
+
+
+def depart(
+    flights: Sequence[Flight],
+    optimizers: Sequence[Optimizer],
+    models: Sequence[nn.Module] = (),
+    land: Callable[[], object] | None = None,
+    *,
+    after: InFlight | None = None,
+) -> InFlight:
+    """A window has closed, and `flights` have its gradients; on parameters are this rank's own.
+
+    From here on a write to the parameters is noted, and `state_dict()` of the models, of what is in them, and of the
+    optimizers calls `land` first. `after` is one that has landed, whose memory serves again.
+    """
+    optimizers = [inner(optimizer) for optimizer in optimizers]
+    travelling = [parameter for flight in flights for parameter in flight.parameters]
+    parameters = list({id(one): one for one in (*travelling, *owned(optimizers))}.values())
+    all_used = all(parameter.grad is not None for parameter in travelling)
+    watch = Watch(parameters, optimizers, models, land)
+    spare = None
+    if after is not None:
+        after.watch.end()
+        spare = after.saved or after.spare
+    return InFlight(flights, optimizers, parameters, all_used, watch, spare=spare)
+
+
+def step_ahead(
+    in_flight: InFlight,
+    *,
+    factor: float | None,
+    clip_norm: float | None = None,
+    nonfinite: Literal["step", "skip", "raise"] = "step",
+) -> InFlight:
+    """Make the provisional step, as `provisional_step` does; own gradients are gone after it, whether made or not."""
+    groups = {flight.group for flight in in_flight.flights}
+    if dist.group.WORLD is not None:
+        groups.add(dist.group.WORLD)
+    try:
+        saved = provisional_step(
+            in_flight.optimizers,
+            factor=factor,
+            clip_norm=clip_norm,
+            nonfinite=nonfinite,
+            groups=groups,
+            spare=in_flight.spare,
+        )
+    finally:
+        discard(in_flight.parameters)
+        in_flight.watch.note()
+    return replace(in_flight, saved=saved, spare=in_flight.spare if saved is None else None)
+
+
+def go_back(in_flight: InFlight) -> InFlight:
+    """Undo the provisional step, if there was one: parameters are the last true ones. Waits for nothing."""
+    if in_flight.saved is None:
+        return in_flight
+    in_flight.saved.put_back()
+    in_flight.watch.note()
+    return replace(in_flight, saved=None, spare=in_flight.saved)
+
+
+@contextmanager
+def landing(in_flight: InFlight) -> Iterator[None]:
+    """Inside, parameters are the last true ones, and their gradients the means over the ranks: make the true update.
+
+    What a window that is open meanwhile holds in `grad` is taken out, and given back. If the parameters were written
+    to, or the gradients do not arrive, it is a GradSyncError, and the parameters stay the last true ones.
+    """
+    held = [(parameter, parameter.grad) for parameter in in_flight.parameters]
+    try:
+        try:
+            in_flight.watch.check()
+        finally:
+            in_flight = go_back(in_flight)
+        arrived = _arrive(in_flight)
+        in_flight.watch.end()
+        for parameter in in_flight.parameters:
+            parameter.grad = arrived.pop(parameter, None)
+        yield
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient
+
+
+def _arrive(in_flight: InFlight) -> dict[nn.Parameter, torch.Tensor | None]:
+    arrived: dict[nn.Parameter, torch.Tensor | None] = {}
+    try:
+        for flight in in_flight.flights:
+            arrived.update(flight.arrive(all_used=in_flight.all_used))
+    except RuntimeError as error:
+        raise GradSyncError(
+            "The gradients of a window travelled while the next one computed, and had to arrive for its update, but "
+            f"they did not: {error}. The parameters are those of the last update that was made; look for the rank "
+            "that is missing."
+        ) from error
+    return arrived

@@ -1,0 +1,131 @@
+"""The provisional step: an update with this rank's own gradients, from which the next micro-batches go on.
+
+It is made as if it had not been: users' step hooks do not see it, nor the random numbers that others draw after it, and
+what it changes is saved before it.
+
+Private in torch (read in torch 2.13; tests/overlap/test_provisional.py fails when it changes):
+`_optimizer_step_pre_hooks` and `_optimizer_step_post_hooks` of an optimizer, `_global_optimizer_pre_hooks` and
+`_global_optimizer_post_hooks` of torch.optim.optimizer, all of which its `step` reads as it runs; and a group's
+`_get_sequence_number_for_group`, which counts its collectives.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+
+from gradsync._errors import GradSyncError
+from gradsync.functional import all_finite, clip, discard, normalise
+from gradsync.overlap.saved import Saved
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import torch.distributed as dist
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+def inner(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside Accelerate's or Fabric's, which runs the hooks and has the state."""
+    while isinstance(inside := getattr(optimizer, "optimizer", None), torch_optimizer.Optimizer):
+        optimizer = inside
+    return optimizer
+
+
+def owned(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """The trainable parameters of the optimizers, each once."""
+    every = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    return list({id(parameter): parameter for parameter in every if parameter.requires_grad}.values())
+
+
+def provisional_step(
+    optimizers: Sequence[Optimizer],
+    *,
+    factor: float | None,
+    clip_norm: float | None = None,
+    nonfinite: Literal["step", "skip", "raise"] = "step",
+    groups: Iterable[dist.ProcessGroup] = (),
+    spare: Saved | None = None,
+) -> Saved | None:
+    """Step with the gradients that the parameters have; returns what undoes it, or None if it was not made.
+
+    The gradients are this rank's own sums, and are gone afterwards. `factor` makes them its own mean, before they are
+    clipped by their own norm; None says that they weigh nothing, and then no step is made, nor with gradients that are
+    not finite, unless `nonfinite` is "step". `spare` is something saved that is not needed any more. A step that sends
+    anything to the ranks of `groups` is an error. If the step raises, it is undone.
+    """
+    optimizers = [inner(optimizer) for optimizer in optimizers]
+    parameters = owned(optimizers)
+    try:
+        if factor is None or all(parameter.grad is None for parameter in parameters):
+            return None
+        normalise(parameters, factor)
+        if clip_norm is not None:
+            clip(parameters, clip_norm)
+        if nonfinite != "step" and not all_finite(parameters):
+            return None
+        saved = Saved.of(optimizers, spare)
+        try:
+            _step(optimizers, parameters, list(groups))
+        except BaseException:
+            saved.after_step().put_back()
+            raise
+        return saved.after_step()
+    finally:
+        discard(parameters)
+
+
+def _step(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter], groups: list[dist.ProcessGroup]) -> None:
+    before = _numbers_sent(groups)
+    with unnoticed(optimizers, parameters):
+        for optimizer in optimizers:
+            # The instance's own step: a scheduler has put a wrapper there, by which it knows that it is not first.
+            optimizer.step()
+    if before != _numbers_sent(groups):
+        raise GradSyncError(communicates(optimizers))
+
+
+def _numbers_sent(groups: Iterable[Any]) -> list[int]:
+    return [group._get_sequence_number_for_group() for group in groups]
+
+
+@contextmanager
+def unnoticed(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Hold back step hooks, those of the optimizers and those of all, and leave the random numbers as they were."""
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(_instead(optimizer, "_optimizer_step_pre_hooks"))
+            stack.enter_context(_instead(optimizer, "_optimizer_step_post_hooks"))
+        stack.enter_context(_instead(torch_optimizer, "_global_optimizer_pre_hooks"))
+        stack.enter_context(_instead(torch_optimizer, "_global_optimizer_post_hooks"))
+        devices = {parameter.device for parameter in parameters if parameter.device.type == "cuda"}
+        stack.enter_context(torch.random.fork_rng(devices))
+        yield
+
+
+def communicates(optimizers: Sequence[Optimizer]) -> str:
+    """The text of an error."""
+    names = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+    return (
+        "With overlap each rank makes a provisional step of its own, in which it must not wait for other ranks, but a "
+        f"step of {names} communicates. Use an optimizer that steps by itself, or overlap=0."
+    )
+
+
+@contextmanager
+def _instead(owner: Any, name: str) -> Iterator[None]:
+    """No hooks in the place of those of `owner`; handles keep the dict that they remove themselves from."""
+    found = cast("OrderedDict[int, Any]", getattr(owner, name))
+    if not found:
+        yield
+        return
+    setattr(owner, name, OrderedDict())
+    try:
+        yield
+    finally:
+        setattr(owner, name, found)

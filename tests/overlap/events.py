@@ -1,0 +1,343 @@
+"""What runs on the ranks for test_events.py: what comes in between while gradients travel."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradsync
+from gradsync import GradSyncError
+from gradsync.engines import behind
+from tests.overlap.decorated import Training
+from tests.overlap.loop import Model, Plan, optimizer_of
+from tests.support.models import small_model
+from tests.support.reference import mean_loss, micro_batch
+
+
+def in_flight(m: int = 2, num_more: int = 0, **options) -> Training:
+    """Two windows have closed, one has landed, and `num_more` micro-batches of the third have run."""
+    training = Training(Plan((), m, **options))
+    for index in range(6 + num_more):
+        training.step(index)
+    assert len(training.seen) == (1 if num_more < m else 2)
+    return training
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def goes_back_and_lands_at_the_next_call() -> None:
+    """An exception leaves the last true parameters at once; the update comes with the next call, and equals settle()'s."""
+    reference = in_flight(num_more=1)
+    reference.step.settle()
+    training = in_flight(num_more=1)
+    assert not same(training.parameters, training.seen[0]), "provisional"
+    training.fails_at = 7
+    with pytest.raises(ZeroDivisionError):
+        training.step(7)
+    assert same(training.parameters, training.seen[0])
+    assert training.step.progress.updates == 1 and training.step.progress.index == 0
+    training.step(8)
+    assert same(training.parameters, reference.parameters) and len(training.seen) == 2
+    assert training.step.progress.index == 1
+
+
+def settling() -> None:
+    """What settles: settle, flush, the state, models' and optimizers' states, leaving .over, a frozen parameter."""
+    ways = {
+        "settle": lambda one: one.step.settle(),
+        "state_dict": lambda one: one.step.state_dict(),
+        "load": lambda one: one.step.load_state_dict(Training(Plan((), 2)).step.state_dict()),
+        "model": lambda one: one.model.state_dict(),
+        "optimizer": lambda one: one.optimizer.state_dict(),
+        "inside": lambda one: one.model.inner.state_dict(),
+        "flush": lambda one: one.step.flush(),
+        "participants": freeze_and_call,
+    }
+    true = None
+    for name, way in ways.items():
+        training = in_flight()
+        way(training)
+        assert len(training.seen) == 2, name
+        true = true or training.seen[1]
+        assert same(training.seen[1], true), name
+        if name not in ("participants",):
+            assert same(training.parameters, true), name
+        training.step.settle()
+        assert len(training.seen) == 2, name
+    training = Training(Plan((), 2))
+    for index in training.step.over(range(9)):
+        training.step(index)
+        if index == 5:
+            break
+    assert same(training.parameters, true), "left by break"
+
+
+def freeze_and_call(training: Training) -> None:
+    training.model.never.requires_grad_(False)
+    training.step(6)
+    assert training.step.progress.index == 1
+
+
+def resumed() -> None:
+    """From a state in the middle of a window, while another was travelling, on as without it, to the bit."""
+    one = in_flight(num_more=1)
+    state, model, optimizer, scheduler = (
+        x.state_dict() for x in (one.step, one.model, one.optimizer, one.scheduler)
+    )
+    state, model, optimizer = (torch.utils._pytree.tree_map(copied, x) for x in (state, model, optimizer))
+    assert state["windows"][0]["updates"] == 2 and state["windows"][0]["index"] == 1
+    two = Training(Plan((), 2))
+    two.model.load_state_dict(model)
+    two.optimizer.load_state_dict(optimizer)
+    two.scheduler.load_state_dict(scheduler)
+    two.step.load_state_dict(state)
+    for training in (one, two):
+        for index in range(7, 14):
+            training.step(index)
+        training.step.flush()
+    assert same(one.parameters, two.parameters)
+    assert one.step.progress.updates == two.step.progress.updates == 5
+
+
+def copied(value):
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def two_functions() -> None:
+    """Another function's window on the same parameters begins from true ones."""
+    training = in_flight()
+    found = []
+
+    @gradsync.accumulating(2)
+    def other(model, optimizer):
+        found.append(training.parameters)
+        return model.loss(training.rank, 50)
+
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    other(training.model, optimizer)
+    assert len(training.seen) == 2 and same(found[0], training.seen[1])
+    other(training.model, optimizer)
+    assert other.progress.updates == 1
+
+
+def told_when_landed() -> list[tuple[int, int, int]]:
+    """(index of the call, updates that `progress` knows, updates of the scheduler) after each call."""
+    training, told = Training(Plan((), 2)), []
+    for index in range(9):
+        training.step(index)
+        progress = training.step.progress
+        assert progress.window == (index + 1) // 3
+        assert progress.stepped == (progress.updates > (told[-1][1] if told else 0))
+        told.append((index, progress.updates, training.scheduler.last_epoch))
+    training.step.flush()
+    told.append((9, training.step.progress.updates, training.scheduler.last_epoch))
+    assert [progress.loss is not None for progress in training.told] == [True] * 3
+    return told
+
+
+def saves_in_on_update(m: int) -> None:
+    """In on_update the model's state is the true one; the function's own state there lands what had just left."""
+    training = Training(Plan((), m))
+    states = []
+    note = training.note
+
+    def saving(progress):
+        note(progress)
+        states.append({name: value.clone() for name, value in training.model.state_dict().items()})
+        if progress.updates == 2:
+            assert training.step.state_dict()["windows"][0]["updates"] == (3 if m == 3 else 2)
+
+    other = Training(Plan((), m))
+    for one in (training, other):
+        if one is training:
+            one.note = saving
+        one.step = decorated(one, m)
+        for index in one.step.over(range(12)):
+            one.step(index)
+    assert len(training.seen) == len(other.seen) == 4
+    assert all(same(seen, state.values()) for seen, state in zip(training.seen[:2], states[:2]))
+    assert same(training.seen[1], other.seen[1])
+
+
+def decorated(training: Training, m: int):
+    @gradsync.accumulating(
+        3, model=training.model, optimizer=training.optimizer, overlap=m, on_update=training.note
+    )
+    def step(index):
+        return training.model.loss(training.rank, index)
+
+    return step
+
+
+def a_write_is_an_error() -> str:
+    training = in_flight()
+    with torch.no_grad():
+        training.model.extra.add_(1)
+    with pytest.raises(GradSyncError) as caught:
+        training.step.settle()
+    assert same(training.parameters, training.seen[0])
+    training.step.settle()  # it is not lost
+    assert len(training.seen) == 2
+    return str(caught.value)
+
+
+def left_behind() -> list[str]:
+    training = in_flight()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training.step = None
+        import gc
+
+        gc.collect()
+    assert same(training.parameters, training.seen[0])
+    training.model.state_dict()  # nothing is left in it
+    return [str(one.message) for one in caught]
+
+
+def on_a_ddp_of_the_users() -> None:
+    """The same parameters as with the bare model, to the bit."""
+    found = []
+    for wrap in (lambda model: model, DDP):
+        torch.manual_seed(3)
+        model = small_model(torch.float64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        wrapped = wrap(model)
+
+        @gradsync.accumulating(2, overlap=1)
+        def step(model, optimizer, index):
+            return mean_loss(model, micro_batch(dist.get_rank(), index))
+
+        for index in step.over(range(7 + dist.get_rank())):
+            step(wrapped, optimizer, index)
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert same(*found)
+
+
+def refused() -> dict[str, str]:
+    """Where it cannot be: a sentence on every rank, in the first call."""
+    found = {}
+    for name, make, options in (
+        ("replicate", replicate, {"overlap": 1}),
+        ("find_unused", lambda model: DDP(model, find_unused_parameters=True), {"overlap": 1}),
+        ("static", lambda model: DDP(model, static_graph=True), {"overlap": 1}),
+        ("hook", lambda model: gradsync.ddp(model, compress="bf16"), {"overlap": 1}),
+        ("scaler", lambda model: model, {"overlap": 1, "scaler": torch.amp.GradScaler("cpu")}),
+        ("compress", DDP, {"compress": "bf16"}),
+        ("compress and overlap", DDP, {"compress": "bf16", "overlap": 1}),
+        ("differing", lambda model: model, {"overlap": 1 + dist.get_rank()}),
+    ):
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @gradsync.accumulating(2, **options)
+        def step(model, optimizer, index):
+            return mean_loss(model, micro_batch(dist.get_rank(), index))
+
+        wrapped = make(model)
+        with pytest.raises(GradSyncError) as caught:
+            for index in range(2):
+                step(wrapped, optimizer, index)
+        found[name] = str(caught.value)
+    return found
+
+
+def audited(m: int) -> dict[str, object]:
+    """A provisional step is no missed synchronisation, nor is a landing in the middle of a window, nor a waste."""
+    training = Training(Plan((), m))
+    training.step(0)  # makes the engine
+    training.step.reset()
+    with gradsync.audit(training.model, training.optimizer) as report:
+        for index in range(12):
+            training.step(index)
+        training.step.settle()
+    kept = {"syncs": report.syncs, "updates": report.updates, "backwards": report.backwards}
+    return kept | {"missed": report.missed, "wasted": report.wasted, "discarded": report.discarded}
+
+
+def compressed(overlap: int, dtype: str) -> float:
+    """One window's gradients in bfloat16, from SGD with lr 1; the largest relative error. None where nobody used it."""
+    dtype = getattr(torch, dtype)
+    model = Model(dtype)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    seen = []
+
+    @gradsync.accumulating(2, compress="bf16", overlap=overlap, on_update=lambda _: seen.append(list(model.parameters())))
+    def step(model, optimizer, index):
+        return model.loss(rank, index)
+
+    hooked = []
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(lambda p: hooked.append(p))
+    # What each rank brings, on this process.
+    shares = []
+    for other in range(size):
+        loss = sum(model.loss(other, index) / 2 for index in range(2))
+        shares.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+    for index in step.over(range(2)):
+        step(model, optimizer, index)
+    worst = 0.0
+    for p, was, parts in zip(model.parameters(), before, zip(*shares), strict=True):
+        if all(part is None for part in parts):
+            assert torch.equal(p, was)
+            continue
+        parts = [torch.zeros_like(p) if part is None else part for part in parts]
+        exact = sum(parts) / size
+        moved = was - p.detach()
+        rounded = [part.bfloat16() / size for part in parts]
+        if size == 2:  # a sum of two has one order
+            torch.testing.assert_close(moved, (rounded[0] + rounded[1]).to(dtype), rtol=1e-4, atol=1e-6)
+        worst = max(worst, float((moved - exact).norm() / exact.norm()))
+    engine_ddp = behind(model)
+    assert engine_ddp is not None and len(engine_ddp._comm_hooks) == 1
+    return worst
+
+
+def not_compressed_afterwards() -> None:
+    """The hook stays on the DDP behind a model, and does nothing for a function that does not compress."""
+    model, other = Model(torch.float32), Model(torch.float32)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
+
+    def loss(model, optimizer, index):
+        return model.loss(dist.get_rank(), index)
+
+    small, exact = gradsync.accumulating(1, compress="bf16")(loss), gradsync.accumulating(1)(loss)
+    small(model, optimizers[0], 0)
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), other.parameters()):
+            p.copy_(q)
+    for one, optimizer in zip((model, other), optimizers):
+        exact(one, optimizer, 1)
+    assert same(model.parameters(), other.parameters())
+
+
+def flags_are_not_cast() -> set[torch.dtype]:
+    """The dtypes in which buckets travel under compress: bfloat16, and the ledger's own."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sent, all_reduce = set(), dist.all_reduce
+
+    def noted(tensor, *args, **kwargs):
+        sent.add(tensor.dtype)
+        return all_reduce(tensor, *args, **kwargs)
+
+    @gradsync.accumulating(1, compress="bf16")
+    def step(model, optimizer):
+        return model(torch.ones(1, 2)).sum()
+
+    step(model, optimizer)
+    dist.all_reduce = noted
+    try:
+        step(model, optimizer)
+    finally:
+        dist.all_reduce = all_reduce
+    return sent

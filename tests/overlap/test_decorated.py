@@ -1,0 +1,40 @@
+"""`accumulating(overlap=m)` on real ranks: after each update the parameters are those of the simulation in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.overlap.decorated import trained
+from tests.overlap.loop import Plan, simulate
+from tests.overlap.test_truth import even, far
+
+UNEVEN = [
+    ((3, 3), (3, 3), (1, 1)),
+    ((3, 3), (2, 3), (0, 3), (0, 3), (0, 1)),
+    ((3, 3, 3), (3, 0, 1), (2, 0, 0)),
+]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("clip_norm", [None, 0.3])
+def test_parameters_after_each_update_are_those_of_the_simulation(ranks, num_ranks, optimizer, clip_norm):
+    """For every m from 1 to steps; on one rank it is the exact loop."""
+    for m in (1, 2, 3):
+        plan = Plan(even(num_ranks), m, optimizer, clip_norm)
+        expected = simulate(plan if num_ranks > 1 else Plan(plan.counts, 0, optimizer, clip_norm))
+        for how in ("flush", "known"):
+            for seen in ranks(num_ranks).run(trained, plan, how):
+                assert far(seen, expected) < 1e-12
+
+
+@pytest.mark.parametrize("counts", UNEVEN)
+@pytest.mark.parametrize("sums", [False, True])
+def test_tails_and_uneven_ranks(ranks, counts, sums):
+    for m, optimizer in ((1, "sgd"), (2, "adamw"), (3, "sgd")):
+        plan = Plan(counts, m, optimizer, 0.5, sums=sums)
+        expected = simulate(plan)
+        for how in ("known", "unknown"):
+            for seen in ranks(len(counts[0])).run(trained, plan, how):
+                assert far(seen, expected) < 1e-12
