@@ -159,7 +159,8 @@ class _Controls:
         if name in _SETTINGS:
             raise AttributeError(
                 f"{name} of a decorated function is what it was decorated with, and cannot be set to {value!r} later. "
-                f"Decorate with the other value, accumulating({name}=...); steps may be a function of the window's number."
+                f"Decorate with the other value, accumulating({name}=...); steps may be a function of the window's "
+                "number."
             )
         super().__setattr__(name, value)
 
@@ -169,7 +170,7 @@ _SETTINGS = {*Settings.__dataclass_fields__, "model", "optimizer", "scheduler", 
 
 
 class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
-    __doc__ = _HELP
+    __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
 
     @property
     def _registry(self) -> Registry:
@@ -195,7 +196,7 @@ class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
 
 class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
     __bound_function_wrapper__ = _BoundAccumulating
-    __doc__ = _HELP
+    __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
         code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)

@@ -233,7 +233,7 @@ class Call:
             loop.kept[self.run] = args, kwargs
 
     def _repeat(self, place: Place) -> Closing | None:
-        """Run the last call once more, in place of one that is dropped: its forward is what the other ranks wait for."""
+        """Run the last call once more in place of one that is dropped: the other ranks wait in its forward."""
         self.run.note_dropped()
         return self._run_again(place)
 
@@ -338,7 +338,7 @@ class Call:
             refuse_nonfinite(made, settings.nonfinite)
 
     def step(self, team: Team, factor: float) -> Update:
-        """Make the update with gradients that are synchronised, and move the schedulers; the gradients are gone then."""
+        """Make the update with synchronised gradients, and move the schedulers; the gradients are gone then."""
         made = Update(stepped=False, grad_norm=None)
         try:
             with self.updating():

@@ -64,8 +64,8 @@ class Casting:
                 if kind not in {None, "model"} and id(inner) not in taken:
                     raise GradSyncError(
                         f"{name} takes part with what is an argument of its own or named by keyword, but a {kind} "
-                        f"({type(inner).__name__}) came in a {type(one).__name__}, where it would be passed over. Pass it "
-                        f"as an argument, or name it: accumulating(..., {kind}=lambda *args: ...)."
+                        f"({type(inner).__name__}) came in a {type(one).__name__}, where it would be passed over. Pass "
+                        f"it as an argument, or name it: accumulating(..., {kind}=lambda *args: ...)."
                     )
 
     def known(self) -> bool:
@@ -120,9 +120,9 @@ def check_cast(cast: Cast, name: str, came: Sequence[object], *, is_method: bool
         if not several:
             how = f"lambda self, *_: self.{what}" if is_method else what
             raise GradSyncError(
-                f"{name} needs a{'n' if what == 'optimizer' else ''} {what} among its arguments, but found none. What came is "
-                f"{', '.join(type(one).__name__ for one in came) or 'nothing'}. Pass it to the function as an argument of its "
-                f"own, or name it: accumulating(..., {what}={how})."
+                f"{name} needs a{'n' if what == 'optimizer' else ''} {what} among its arguments, but found none. What "
+                f"came is {', '.join(type(one).__name__ for one in came) or 'nothing'}. Pass it to the function as an "
+                f"argument of its own, or name it: accumulating(..., {what}={how})."
             )
 
 

@@ -101,7 +101,7 @@ def check_state(
 
 
 def save(call: Call) -> dict[str, Any]:
-    """The counters of one (function, instance, optimizers), and what its open window holds: plain values and tensors."""
+    """The counters of one (function, instance, optimizers), and what its open window holds, as plain values."""
     run, progress = call.run, call.progress
     team = run.fit()
     names, steps = names_of(call), call.settings.steps

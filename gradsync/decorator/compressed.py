@@ -28,9 +28,10 @@ class Compressed:
         for engine in team.engines if team.num_ranks > 1 else ():
             if engine.carrier is None or engine.carrier.ledger is None:
                 raise GradSyncError(
-                    'accumulating(..., compress="bf16") needs a bare model, whose gradients gradsync itself sends, but this '
-                    f"one is on an engine of its own ({type(engine).__name__}). Hand over the bare model, or, for a "
-                    'DistributedDataParallel, make it with gradsync.ddp(model, compress="bf16") and leave compress out.'
+                    'accumulating(..., compress="bf16") needs a bare model, whose gradients gradsync itself sends, but '
+                    f"this one is on an engine of its own ({type(engine).__name__}). Hand over the bare model, or, for "
+                    'a DistributedDataParallel, make it with gradsync.ddp(model, compress="bf16") and leave compress '
+                    "out."
                 )
 
     @contextmanager

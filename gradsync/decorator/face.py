@@ -56,8 +56,9 @@ def keywords_after_steps(accumulating: F) -> F:
         if len(args) > 1:
             raise TypeError(
                 "accumulating needs the number of steps, and all else by keyword, but got "
-                f"{', '.join(type(one).__name__ for one in args)}. Write @accumulating(steps=4): models, optimizers and "
-                "schedulers are found among the arguments of each call, or named with model=, optimizer= and scheduler=."
+                f"{', '.join(type(one).__name__ for one in args)}. Write @accumulating(steps=4): models, optimizers "
+                "and schedulers are found among the arguments of each call, or named with model=, optimizer= and "
+                "scheduler=."
             )
         return accumulating(*args, **kwargs)
 

@@ -85,8 +85,9 @@ def _insist_on_latest(loop: Loop) -> None:
     """Raise where another loop of the same function has begun meanwhile."""
     if loop.is_superseded:
         raise GradSyncError(
-            f"One loop of {loop.name} runs at a time, but another one began before this one had ended, and the calls were "
-            f"taken for its. Put several iterables into one: {loop.name}(zip(a, b)), and end a loop before the next."
+            f"One loop of {loop.name} runs at a time, but another one began before this one had ended, and the calls "
+            f"were taken for its. Put several iterables into one: {loop.name}(zip(a, b)), and end a loop before the "
+            "next."
         )
 
 
@@ -109,8 +110,8 @@ def _warn_if_open(loop: Loop) -> None:
         for run in opened:
             run.told = run.window
         warnings.warn(
-            f"The loop over {loop.name} was left with a window open: {opened[0].index} micro-batches are accumulated. Call "
-            f"{name}.flush() to use them, on all ranks together, or {name}.reset() to drop them.",
+            f"The loop over {loop.name} was left with a window open: {opened[0].index} micro-batches are accumulated. "
+            f"Call {name}.flush() to use them, on all ranks together, or {name}.reset() to drop them.",
             RuntimeWarning,
             stacklevel=3,
         )

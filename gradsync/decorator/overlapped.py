@@ -95,9 +95,9 @@ class Overlapped:
         for engine in team.engines:
             if engine.carrier is None:
                 raise GradSyncError(
-                    "overlap needs a bare model, or a DistributedDataParallel, whose gradients it can send a copy of, but "
-                    f"this model is on another engine ({type(engine).__name__}). Hand gradsync the bare model, or use "
-                    "overlap=0."
+                    "overlap needs a bare model, or a DistributedDataParallel, whose gradients it can send a copy of, "
+                    f"but this model is on another engine ({type(engine).__name__}). Hand gradsync the bare model, or "
+                    "use overlap=0."
                 )
             check_ddp(engine.carrier.ddp)
         covered = {id(parameter) for engine in team.engines for parameter in engine.parameters}
@@ -105,8 +105,8 @@ class Overlapped:
         if left:
             raise GradSyncError(
                 f"overlap needs the gradients of all parameters of {call.name} to travel, but {len(left)} of them, of "
-                f"shape {', '.join(str(list(one.shape)) for one in left[:3])}, are in no DistributedDataParallel: they are "
-                "DTensors, or left out of it. Use overlap=0."
+                f"shape {', '.join(str(list(one.shape)) for one in left[:3])}, are in no DistributedDataParallel: they "
+                "are DTensors, or left out of it. Use overlap=0."
             )
         self._checked = team
 
@@ -144,7 +144,7 @@ class Overlapped:
             self._land()
 
     def close(self, closing: Closing) -> None:
-        """The gradients of the call's window have departed: land those before them, and go on from a provisional update."""
+        """The gradients of the call's window have departed: land those before them, and make a provisional update."""
         call = self._its_call
         window = call.run.window
         assert window is not None, "it is closed here"
@@ -256,7 +256,7 @@ class Overlapped:
 
 
 def _own_factor(window: Window, closing: Closing) -> float | None:
-    """What makes the sum of this rank's own gradients its own mean: each loss of a mean was divided by `size` already."""
+    """What makes the sum of this rank's own gradients its mean: each loss that is a mean was divided by `size`."""
     over = float(closing.own_divisor)  # counts, or micro-batches
     if not over:
         return None

@@ -297,16 +297,17 @@ class Registry:
 
 
 _READ_AHEAD = (
-    "Each item of {over} must have its call before the next item is drawn, but items were drawn ahead of the calls: the data "
-    "ended with calls still to come. Put what reads ahead inside: {over}(prefetch(loader)), and neither list({over}(loader)) "
-    "nor prefetch({over}(loader)). If all items were left out on purpose, call {name}.flush() or {name}.reset() before you "
-    "go on."
+    "Each item of {over} must have its call before the next item is drawn, but items were drawn ahead of the calls: "
+    "the data ended with calls still to come. Put what reads ahead inside: {over}(prefetch(loader)), and neither "
+    "list({over}(loader)) nor prefetch({over}(loader)). If all items were left out on purpose, call {name}.flush() or "
+    "{name}.reset() before you go on."
 )
 
 
 def _call_stack() -> tuple[tuple[int, int], ...]:
     """Where a call comes from, outside of this package: code and place in it, all the way up."""
-    frame, stack = sys._getframe(1), []
+    stack: list[tuple[int, int]] = []
+    frame = sys._getframe(1)
     while frame is not None:
         if stack or not frame.f_globals.get("__name__", "").startswith("gradsync."):
             stack.append((id(frame.f_code), frame.f_lasti))
@@ -326,7 +327,7 @@ def _forgetting(registry: Registry, key: Key) -> Callable[[], None]:
 
 
 def _at_the_end_of(instance: object, forget: Callable[[], None]) -> None:
-    """Call `forget` when the instance dies; one with __slots__ tells nobody, and its windows die with their optimizer."""
+    """Call `forget` when the instance dies; with __slots__ it tells nobody, and windows die with their optimizer."""
     with suppress(TypeError):
         weakref.finalize(instance, forget).atexit = False
 

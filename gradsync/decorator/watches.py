@@ -40,7 +40,8 @@ class GradientWatch:
             raise GradSyncError(
                 f"A window must begin without gradients, but {left or inside} parameters have one as {name} "
                 f"begins its first. Call {drop}optimizer.zero_grad() after your own backwards. If they are of a "
-                f"window that another {name}, or another function, left open, call its flush() or reset() before it goes."
+                f"window that another {name}, or another function, left open, call its flush() or reset() before "
+                "it goes."
             )
 
     def remember(self) -> None:
@@ -102,6 +103,7 @@ class StepGuard:
         self._call = weakref.ref(call)
 
     def __call__(self, *_: object) -> None:
+        """An optimizer is about to step."""
         call = self._call()
         if call is not None and call.guarded:
             raise GradSyncError(

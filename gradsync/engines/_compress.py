@@ -60,7 +60,7 @@ def compressed_mean(state: Over, bucket: GradBucket) -> torch.futures.Future[tor
     assert group is not None, "a reducer has a group"
     # Divided first, as DDP does: a sum of many ranks may be out of reach where their mean is not.
     share = buffer.to(torch.bfloat16).div_(group.size())
-    travelling = dist.all_reduce(share, group=group, async_op=True).get_future()
+    travelling = dist.all_reduce(share, group=group, async_op=True).get_future()  # pyright: ignore[reportOptionalMemberAccess]
 
     def arrived(future: torch.futures.Future[Any]) -> torch.Tensor:
         return buffer.copy_(future.value()[0])

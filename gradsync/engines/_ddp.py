@@ -8,8 +8,8 @@ and their hooks reach the reducer.
 All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/engines/test_torch_ddp.py`
 fails when it changes): `ddp.reducer` with `prepare_for_forward`, `prepare_for_backward`, `_rebuild_buckets`,
 `_check_reducer_finalized`, `_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_reset_state`; and what of
-DDP's is named below: `_pre_forward`, `_post_forward`, attributes. Static graphs are in `_ddp_static.py`, and a rank that
-is alone in `_ddp_alone.py`.
+DDP's is named below: `_pre_forward`, `_post_forward`, attributes. Static graphs are in `_ddp_static.py`, and a rank
+that is alone in `_ddp_alone.py`.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def _as_it_is(output: Any) -> Any:
 
 
 class silent:  # noqa: N801 - reads as a word where it is used
-    """Context manager: hooks that users registered on these parameters do not run, for there is no gradient of theirs."""
+    """Context manager: users' hooks on these parameters do not run, for there is no gradient of theirs."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         dicts = ((p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)) for p in parameters)
@@ -371,18 +371,18 @@ def check(ddp: DistributedDataParallel) -> None:
             "gradsync needs a backward to end its own reductions, but this DistributedDataParallel's "
             "require_manual_backward_finalization is True, which leaves that to its user. Leave it False."
         )
-    if not is_alive(ddp.process_group):
+    if not is_alive(ddp.process_group):  # pyright: ignore[reportArgumentType]
         raise GradSyncError(
-            "A model on DistributedDataParallel needs the process group that it was wrapped with, but that one has ended. "
-            "Wrap the model anew in the group that there is now: gradsync.ddp(model.module)."
+            "A model on DistributedDataParallel needs the process group that it was wrapped with, but that one has "
+            "ended. Wrap the model anew in the group that there is now: gradsync.ddp(model.module)."
         )
     here = set(map(id, ddp.module.parameters()))
     gone = [parameter for parameter in ddp._module_parameters if id(parameter) not in here]
     if gone:
         raise GradSyncError(
-            f"DistributedDataParallel reduces the parameters that its module had when it was wrapped, but {len(gone)} of "
-            f"them, of shape {', '.join(str(list(p.shape)) for p in gone[:3])}, are no longer in the module. Wrap the "
-            "model anew, and make the optimizer from its parameters: gradsync.ddp(model.module)."
+            f"DistributedDataParallel reduces the parameters that its module had when it was wrapped, but {len(gone)} "
+            f"of them, of shape {', '.join(str(list(p.shape)) for p in gone[:3])}, are no longer in the module. Wrap "
+            "the model anew, and make the optimizer from its parameters: gradsync.ddp(model.module)."
         )
 
 
@@ -407,7 +407,7 @@ def _likeness(parameter: nn.Parameter) -> tuple[Any, ...]:
 
 def _is_resized(parameter: nn.Parameter) -> bool:
     """Whether autograd still has the node of another shape, which lives as long as somebody holds it."""
-    shape = get_gradient_edge(parameter).node._input_metadata[0].shape  # type: ignore[attr-defined]
+    shape = get_gradient_edge(parameter).node._input_metadata[0].shape
     return tuple(shape) != tuple(parameter.shape)
 
 

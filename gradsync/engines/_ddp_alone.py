@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class AloneEngine(DDPEngine):
-    """One `DistributedDataParallel` in a group of one rank, without a communication hook that wants to see gradients."""
+    """One `DistributedDataParallel` in a group of one rank, without a communication hook that sees gradients."""
 
     @staticmethod
     def fits(ddp: DistributedDataParallel) -> bool:

@@ -18,7 +18,6 @@ from gradsync._errors import GradSyncError
 from gradsync.engines._ddp import DDPEngine
 
 if TYPE_CHECKING:
-
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
@@ -116,4 +115,3 @@ class StaticEngine(DDPEngine):
 
     def _queue_delayed_reduction(self) -> None:
         Variable._execution_engine.queue_callback(self._reducer._delay_all_reduce)
-

@@ -113,8 +113,8 @@ def common_group(engines: Sequence[Engine]) -> dist.ProcessGroup | None:
     if len(ranks) > 1:
         raise GradSyncError(
             "All engines of one step must synchronise over the same ranks, but they do so over "
-            f"{' and over '.join(str(list(one)) for one in sorted(ranks))}. Give models on other groups a step function "
-            "of their own."
+            f"{' and over '.join(str(list(one)) for one in sorted(ranks))}. Give models on other groups a step "
+            "function of their own."
         )
     return engines[0].group if engines else None
 
@@ -201,8 +201,8 @@ def _needs_engine(parameter: nn.Parameter) -> bool:
         return False
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise GradSyncError(
-            "A model on several ranks needs all of its parameters before its first window, but one of a lazy module has "
-            "no shape yet. Run one forward before the first call: with torch.no_grad(): model(batch)."
+            "A model on several ranks needs all of its parameters before its first window, but one of a lazy module "
+            "has no shape yet. Run one forward before the first call: with torch.no_grad(): model(batch)."
         )
     mesh = _mesh(parameter)
     if mesh is not None and mesh.size() < dist.get_world_size():

@@ -148,7 +148,7 @@ Layout = dict["FSDPParam", tuple[int, int]]  # where a parameter's piece begins,
 def partial_layout(group: FSDPParamGroup) -> Layout:
     """How a group's partial output is put together; before torch 2.15, of all parameters in their order."""
     if hasattr(group, "_partial_reduce_output_layout"):
-        return dict(group._partial_reduce_output_layout)
+        return dict(group._partial_reduce_output_layout)  # pyright: ignore[reportAttributeAccessIssue]
     return {} if group._partial_reduce_output is None else new_layout(group)
 
 
@@ -166,7 +166,7 @@ def new_layout(group: FSDPParamGroup) -> Layout:
 def set_partial_layout(group: FSDPParamGroup, layout: Layout) -> None:
     """Say how the partial output that the group has been given is put together; before torch 2.15 it is implied."""
     if hasattr(group, "_partial_reduce_output_layout"):
-        group._partial_reduce_output_layout = dict(layout)
+        group._partial_reduce_output_layout = dict(layout)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _leaves(param: FSDPParam) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from gradsync.ranks.lost import is_lost
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
+    from types import TracebackType
 
     from gradsync.engines import Engine
 
@@ -89,8 +90,8 @@ def _insist(run: RunBackward, loss: torch.Tensor) -> None:
         watch.remove()
     if not came:
         raise GradSyncError(
-            f"What is given as run= must run the backward of the loss that it is called with, but {run!r} returned and no "
-            "backward had come to that loss. Pass accelerator.backward or fabric.backward, or leave run= out."
+            f"What is given as run= must run the backward of the loss that it is called with, but {run!r} returned and "
+            "no backward had come to that loss. Pass accelerator.backward or fabric.backward, or leave run= out."
         )
 
 
@@ -222,9 +223,11 @@ class Both:
         self._outer.__enter__()
         self._inner.__enter__()
 
-    def __exit__(self, *exception: object) -> None:
-        self._inner.__exit__(*exception)
-        self._outer.__exit__(*exception)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._inner.__exit__(kind, error, where)
+        self._outer.__exit__(kind, error, where)
 
 
 def named_range(name: str) -> AbstractContextManager[Any]:

@@ -17,7 +17,6 @@ from gradsync.functional._loss import LossSum
 from gradsync.functional._no_sync import check_modules
 from gradsync.functional._place import Part, Place
 from gradsync.functional._run import Run, Terms, Who
-from gradsync.functional._steps import Steps
 from gradsync.functional._stream import length, with_last
 from gradsync.ranks.group import require_group
 from gradsync.ranks.lost import waited
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
     from gradsync.functional._backward import RunBackward
     from gradsync.functional._share import Closing
+    from gradsync.functional._steps import Steps
 
 T = TypeVar("T")
 
@@ -187,8 +187,8 @@ class _Turn:
             again = self._done is step or self._over is not None
             raise GradSyncError(
                 f"Each micro-step runs one backward, in its own turn of the loop, but micro-step {step.index} of "
-                f"window {step.window} ran {'a second one' if again else 'one out of turn'}. Add the losses up and call "
-                "step.backward once."
+                f"window {step.window} ran {'a second one' if again else 'one out of turn'}. Add the losses up and "
+                "call step.backward once."
             )
         place = self._place
         assert place is not None, "a step has one"
@@ -259,7 +259,7 @@ class _StepWatch:
         mine = self._run.fit().ids
         if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
             raise GradSyncError(
-                "An optimizer may step on the last micro-step of a window only, where the gradients are synchronised, but "
-                "optimizer.step() came on one that is held. Write: if step.last: optimizer.step(); "
+                "An optimizer may step on the last micro-step of a window only, where the gradients are synchronised, "
+                "but optimizer.step() came on one that is held. Write: if step.last: optimizer.step(); "
                 "optimizer.zero_grad()."
             )

@@ -85,8 +85,9 @@ class Loop:
         """A call begins, and opens a window if none is open."""
         if run in self._told_end and self._team.num_ranks > 1:
             raise GradSyncError(
-                f"Each item of {self.name} has had one call, and so the call for the last item has closed the last window, on "
-                "all ranks; but one more call came for it. Make as many calls for each item, or call after the loop."
+                f"Each item of {self.name} has had one call, and so the call for the last item has closed the last "
+                "window, on all ranks; but one more call came for it. Make as many calls for each item, or call after "
+                "the loop."
             )
         self.num_calls += 1
         self._calls[run] = self._calls.get(run, 0) + 1
@@ -372,8 +373,9 @@ class Loop:
 
 
 _NO_ITEM = (
-    "Every rank needs an item in {name} where a window of another function, model or optimizer is opened in the middle of "
-    "it, but rank {ranks} had run out by then. Give each rank an item that calls it, or name the models and optimizers."
+    "Every rank needs an item in {name} where a window of another function, model or optimizer is opened in the middle "
+    "of it, but rank {ranks} had run out by then. Give each rank an item that calls it, or name the models and "
+    "optimizers."
 )
 
 
@@ -397,9 +399,9 @@ def check_repeats(can_repeat: Sequence[bool], name: str) -> None:
     cannot = ranks_where(not can for can in can_repeat)
     if cannot:
         raise GradSyncError(
-            f"Every rank needs at least one item in {name} where the engine's forward communicates, or the loop's body goes "
-            f"on, to repeat its call with when it has run out, but rank {cannot} has none. Give each rank an item, or use "
-            "accumulating, whose .over needs none on DDP."
+            f"Every rank needs at least one item in {name} where the engine's forward communicates, or the loop's body "
+            f"goes on, to repeat its call with when it has run out, but rank {cannot} has none. Give each rank an "
+            "item, or use accumulating, whose .over needs none on DDP."
         )
 
 

@@ -110,8 +110,8 @@ def check_loss(loss: torch.Tensor) -> None:
     if not loss.requires_grad:
         raise GradSyncError(
             "The loss must need a gradient, but it has requires_grad=False. Compute it from the model's parameters, of "
-            "which at least one is not frozen, and neither under torch.no_grad() nor after .detach(). To evaluate, call "
-            "the model, or the undecorated function: train_step.__wrapped__(...)."
+            "which at least one is not frozen, and neither under torch.no_grad() nor after .detach(). To evaluate, "
+            "call the model, or the undecorated function: train_step.__wrapped__(...)."
         )
 
 

@@ -42,6 +42,7 @@ class Crossing(Protocol):
 
     def across(self, window: Window) -> AbstractContextManager[Any]:
         """What the synchronisation of a window is to be inside of."""
+        ...
 
 
 class _Plainly:
@@ -54,7 +55,7 @@ class _Plainly:
 
 
 def _land(ids: Collection[int], *, of: Run | None = None, beside: Run | None = None) -> None:
-    """Before a window takes these parameters: what travels to them lands, but for that of one run; `of` another, always."""
+    """Before a window takes these parameters: what travels to them lands, but for what is `of` or `beside` a run."""
     for other in list(TRAVELLING):
         if other.run is of or (other.run is not beside and not other.ids.isdisjoint(ids)):
             other.settle()
@@ -64,8 +65,9 @@ def _land(ids: Collection[int], *, of: Run | None = None, beside: Run | None = N
 class Terms:
     """What holds for all windows of a run, and must be the same on all ranks.
 
-    `words` is what else the ranks are to compare. `skip` holds the exceptions that drop one micro-batch. `repeats` tells
-    when a rank whose data has ended needs a micro-batch to repeat: where "forwards" wait for each other, or "always".
+    `words` is what else the ranks are to compare. `skip` holds the exceptions that drop one micro-batch. `repeats`
+    tells when a rank whose data has ended needs a micro-batch to repeat: where "forwards" wait for each other, or
+    "always".
     """
 
     steps: Steps
@@ -155,7 +157,7 @@ class Run:
         self.told: Window | None = None  # the one that was said to be left open
         self.who = Who()
         # What a window's synchronisation is to be inside of, where gradients go another way.
-        self.crossing: Crossing = _Plainly()
+        self.crossing: Crossing = _Plainly()  # pyright: ignore[reportAttributeAccessIssue]
         self._loop: Loop | None = None  # that of the current place
         self._heard: Sent | None = None  # what the ranks have said already of the window that closes
         self._kind = NOTHING  # of losses, as agreed on without a table
@@ -232,7 +234,7 @@ class Run:
     def weigh(
         self, loss: torch.Tensor | LossSum, scaler: GradScaler | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the backward of a loss, or of a part of it, runs from, and the gradient that it begins with (None: 1)."""
+        """What the backward of a loss, or of a part of it, runs from, and what gradient it begins with (None: 1)."""
         window = self._open_window
         tensor = loss.loss if isinstance(loss, LossSum) else loss
         seed = None if isinstance(loss, LossSum) else window.seed(tensor)
@@ -486,9 +488,9 @@ class Run:
             return self._ask(window.share(closing=self.key))
         if window.kind != PLAIN and window.num_micro_batches != window.size:
             raise GradSyncError(
-                f"The ranks of {self.name} count on {window.size} backwards in each window, for it does not know where the "
-                f"data ends, but there were {window.num_micro_batches} in this one. Run a backward in each micro-batch, or "
-                "give it the iterable: then ranks may differ."
+                f"The ranks of {self.name} count on {window.size} backwards in each window, for it does not know where "
+                f"the data ends, but there were {window.num_micro_batches} in this one. Run a backward in each "
+                "micro-batch, or give it the iterable: then ranks may differ."
             )
         return None
 
@@ -538,7 +540,7 @@ class Run:
             self._share_buffers(window, self._shares(sent))
             if self.terms.skip and window.team.num_ranks > 1:
                 window.team.line.any(1.0)
-        except Exception as second:  # the first error goes on
+        except Exception as second:  # noqa: BLE001 - the first error goes on
             if is_lost(second):
                 return
 

@@ -59,7 +59,9 @@ class Scene:
                     if parameter is not None:
                         found[parameter] = None
         mine = tuple(owned)
-        alike = tuple(_likeness(p, trained is None or id(p) in trained) for p in dict.fromkeys((*found, *mine)))
+        alike = tuple(
+            _likeness(p, is_trained=trained is None or id(p) in trained) for p in dict.fromkeys((*found, *mine))
+        )
         world = dist.group.WORLD if several_ranks() else None
         return cls(alike, mine, wrappers, {kind: kinds[kind] for kind in seen}, world)
 
@@ -95,7 +97,7 @@ class Scene:
         return ", ".join(told) or "the optimizers' parameters or the wrappers are others"
 
 
-def _likeness(parameter: nn.Parameter, is_trained: bool) -> _Parameter:
+def _likeness(parameter: nn.Parameter, *, is_trained: bool) -> _Parameter:
     trainable = parameter.requires_grad and is_trained
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return parameter, None, None, None, trainable

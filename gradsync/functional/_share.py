@@ -125,7 +125,8 @@ def _factor(shares: Sequence[Share]) -> float | None:
     if odd:
         raise GradSyncError(
             "The count of a LossSum must be a finite number, and not negative, but a count of rank "
-            f"{odd} in this window is negative, infinite or NaN. Count what the loss is a sum over: tokens, pixels, rows."
+            f"{odd} in this window is negative, infinite or NaN. Count what the loss is a sum over: tokens, pixels, "
+            "rows."
         )
     if not came or any(share.failed for share in shares):
         return None

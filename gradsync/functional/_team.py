@@ -147,8 +147,8 @@ class Team:
 
 
 _CHANGED = (
-    "The participants of {name} must stay the same within a window, but they changed in the middle of one: {what}. Make "
-    "such a change between windows, where progress.index is 0, or call flush() or reset() first."
+    "The participants of {name} must stay the same within a window, but they changed in the middle of one: {what}. "
+    "Make such a change between windows, where progress.index is 0, or call flush() or reset() first."
 )
 
 
@@ -159,15 +159,15 @@ def _num_elements(engine: Any) -> int:
 def _no_model(name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> str:
     if not models:
         return (
-            f"The models of {name} must be alive as long as it has windows to open or to close, but those that it was called "
-            "with are gone, and so are their parameters. Keep a reference to the model, or call flush() and reset() before "
-            "it goes."
+            f"The models of {name} must be alive as long as it has windows to open or to close, but those that it was "
+            "called with are gone, and so are their parameters. Keep a reference to the model, or call flush() and "
+            "reset() before it goes."
         )
     return (
         f"At least one model must have parameters in the optimizer, but none that {name} was called with has: not "
-        f"{', '.join(type(model).__name__ for model in models)} in {', '.join(type(one).__name__ for one in optimizers)}. "
-        "Make the optimizer from the parameters that the model has now: after load_state_dict(assign=True), a new head or "
-        "an adapter they are others."
+        f"{', '.join(type(model).__name__ for model in models)} in "
+        f"{', '.join(type(one).__name__ for one in optimizers)}. Make the optimizer from the parameters that the model "
+        "has now: after load_state_dict(assign=True), a new head or an adapter they are others."
     )
 
 

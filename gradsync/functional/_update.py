@@ -135,8 +135,9 @@ def check_steppable(one: Any) -> None:
     needed = _needed(type(one).step)
     if needed and hasattr(one, "step_update"):
         raise TypeError(
-            f"The boundary calls step_update(updates) of this {type(one).__name__}, but it counts epochs, and would never "
-            "move. Make it with t_in_epochs=False, or keep it out of the decorated call and step it after each epoch."
+            f"The boundary calls step_update(updates) of this {type(one).__name__}, but it counts epochs, and would "
+            "never move. Make it with t_in_epochs=False, or keep it out of the decorated call and step it after each "
+            "epoch."
         )
     if needed:
         raise TypeError(

@@ -96,7 +96,9 @@ class Window:
         """What this rank brings."""
         total: float | torch.Tensor = 0.0
         if self.losses:
-            total = self.losses[0] if len(self.losses) == 1 else torch.stack([one.reshape(()) for one in self.losses]).sum()
+            total = (
+                self.losses[0] if len(self.losses) == 1 else torch.stack([one.reshape(()) for one in self.losses]).sum()
+            )
         return Share(
             num_micro_batches=float(self.num_micro_batches),
             num_calls=float(self.num_own),
@@ -168,7 +170,8 @@ class Scale:
         factor = current / self.value.to(current.device)
         for parameter in parameters:
             if parameter.grad is not None:
-                local = getattr(parameter.grad, "to_local", lambda p=parameter: p.grad)()
+                gradient: Any = parameter.grad
+                local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
                 local.mul_(factor.to(local.device, non_blocking=True))
 
 

@@ -1,4 +1,4 @@
-"""Is there a process group where there must be one?"""
+"""The process group: whether there is one, where there must be, and who is in it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def require_group(caller: str) -> None:
     size = os.environ.get("WORLD_SIZE", "1")
     if size.isdigit() and int(size) > 1 and not (dist.is_available() and dist.is_initialized()):
         raise GradSyncError(
-            f"{caller} needs the process group of this job, for WORLD_SIZE is {size}, but none is initialised: each rank "
-            "would train a model of its own. Put the program inside `with gradsync.process_group():`, or call "
+            f"{caller} needs the process group of this job, for WORLD_SIZE is {size}, but none is initialised: each "
+            "rank would train a model of its own. Put the program inside `with gradsync.process_group():`, or call "
             "torch.distributed.init_process_group first."
         )
 

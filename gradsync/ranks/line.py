@@ -43,7 +43,7 @@ class Line:
         if self._group is None:
             return Sent([[number if isinstance(number, float) else float(number) for number in row]])
         table = self._table(row)
-        work = dist.all_reduce(table, group=self._group, async_op=True)
+        work: Any = dist.all_reduce(table, group=self._group, async_op=True)
         if not self._is_slow:
             return Sent(table, work)
         if self._stream is None:

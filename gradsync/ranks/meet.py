@@ -35,8 +35,8 @@ def meet(group: dist.ProcessGroup | None, topic: str, saying: Mapping[str, Any])
         raise GradSyncError(
             "All ranks must do the same thing at the same time, but they are at different places: "
             + "; ".join(f"rank {r} at {other}" for r, (other, _) in enumerate(said))
-            + ". Look for a rank that left its loop, or that has another number of micro-batches; .over(...) allows for "
-            "different numbers, and a loop is left early on all ranks together."
+            + ". Look for a rank that left its loop, or that has another number of micro-batches; .over(...) allows "
+            "for different numbers, and a loop is left early on all ranks together."
         )
     return [words for _, words in said]
 

@@ -64,6 +64,7 @@ def main(task: Task) -> None:
         except Exception as error:  # noqa: BLE001 - whatever it is, no cell can be tried
             say(failed=f"{type(error).__name__}: {error}")
             _leave(1)
+            return
         say(device=str(rank.device), backend=rank.backend)
         for number in range(task.start, len(task.cells)):
             say(begins=number)

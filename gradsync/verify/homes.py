@@ -64,7 +64,7 @@ class Home:
         """All parameters, whole, by their names in a bare Net."""
         with gathered(self.model):
             return {
-                clean(name): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+                clean(name): _whole(p).detach().clone()
                 for name, p in self.net.named_parameters()
                 if "_flat_param" not in name
             }
@@ -266,3 +266,9 @@ def home_of(engine: str, *, device: torch.device = CPU, **kwargs: Any) -> Home:
     home = HOMES[engine].make(net(torch.float32, **kwargs).to(device))
     home.tolerance = 1e-4
     return home
+
+
+def _whole(parameter: Any) -> torch.Tensor:
+    """A parameter that may be a DTensor, on this rank."""
+    whole: torch.Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return whole

@@ -21,7 +21,7 @@ class Trap(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The gradient, or the error."""
         if ctx.error is not None:
             raise ctx.error
@@ -37,7 +37,7 @@ class Poison(torch.autograd.Function):
         return torch.zeros_like(x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG004  # pyright: ignore[reportIncompatibleMethodOverride]
         """Infinity."""
         return torch.full_like(gradient, float("inf"))
 
