@@ -265,11 +265,13 @@ class Call:
 
     def flush(self) -> None:
         """Close the open window now. Collective."""
+        self.settle()
+        if not self.run.agree_to_flush():
+            return
         try:
-            self.settle()
             closing = self.run.flush()
-            if closing is not None:
-                self._close(closing)
+            assert closing is not None, "the last place of a window closes it"
+            self._close(closing)
             self.settle()
         except BaseException:
             self.discard()

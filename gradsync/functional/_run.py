@@ -412,15 +412,17 @@ class Run:
             self.window.team.drop_gradients()
         self._end()
 
+    def agree_to_flush(self) -> bool:
+        """Whether any rank has an open window to close before its end. Collective; it changes nothing."""
+        words = {"number of closed windows at flush": self.number}
+        said = meet(self.fit().group, f"flush of {self.name}", {**words, "open": self.index})
+        insist([{key: one[key] for key in words} for one in said])
+        return any(one["open"] for one in said)
+
     def flush(self) -> Closing | None:
-        """Close the open window now; None where no rank has one. Collective."""
+        """Close the open window now, as all ranks have agreed to. Collective."""
         self._loop = None
         team = self.fit()
-        words = {"number of closed windows at flush": self.number}
-        said = meet(team.group, f"flush of {self.name}", {**words, "open": self.index})
-        insist([{key: one[key] for key in words} for one in said])
-        if not any(one["open"] for one in said):
-            return None
         window = self.window or self.open(team)
         self._heard = self._ask(window.share(closing=self.key))
         with WaitingFor(self.what), team.hold:
