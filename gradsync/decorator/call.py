@@ -66,7 +66,7 @@ class Call:
         self.ends: list[weakref.ref[Any]] = []  # which tell that an optimizer is gone
         self._has_met_forward = False
         self._updating = self._running = False
-        self._made = Update(stepped=False, grad_norm=None)
+        self._made = self._making = Update(stepped=False, grad_norm=None)
         for one in (*cast.optimizers, *cast.schedulers):
             check_steppable(one)
         for optimizer in cast.optimizers:
@@ -323,7 +323,7 @@ class Call:
             self.ahead.close(closing)
             return
         team = window.team
-        closed, made = ClosedLosses(window, closing), Update(stepped=False, grad_norm=None)
+        closed, self._making = ClosedLosses(window, closing), Update(stepped=False, grad_norm=None)
         is_dropped = closing.factor is None or (settings.tail == "drop" and not closing.filled)
         try:
             if closing.factor is None or is_dropped:
@@ -331,20 +331,19 @@ class Call:
             else:
                 if window.scale is not None and self.scaler is not None:
                     window.scale.correct(team.parameters, self.scaler)
-                made = self.step(team, closing.factor)
+                self.step(team, closing.factor)
         finally:
             self._clear(team)
             self.end_window()
-            self._note(made, closed)
+            self._note(self._making, closed)  # an update, also where a scheduler failed after it
         if not is_dropped:
-            refuse_nonfinite(made, settings.nonfinite)
+            refuse_nonfinite(self._making, settings.nonfinite)
 
     def step(self, team: Team, factor: float) -> Update:
         """Make the update with synchronised gradients, and move the schedulers; the gradients are gone then."""
-        made = Update(stepped=False, grad_norm=None)
         try:
             with self.updating():
-                made = step_optimizers(
+                self._making = made = step_optimizers(
                     self.run.who.optimizers,
                     scaler=self.scaler,
                     clip_norm=self.settings.clip_norm,

@@ -210,6 +210,7 @@ class DDPEngine(Engine):
         return True
 
     def _forget_watches(self) -> None:
+        vars(self._ddp)["require_backward_grad_sync"] = False  # what the body still runs after its backward is held
         while self._watches:
             self._watches.pop().remove()
 
