@@ -697,7 +697,7 @@ def test_the_optimizer_is_the_one_that_was_asked_for() -> None:
     named = {name: type(build(replace(OPTIONS, optimizer=name), cpu).optimizer).__name__ for name in ("sgd", "adamw")}
     assert named == {"sgd": "SGD", "adamw": "AdamW"}
     assert type(build(OPTIONS, cpu).optimizer) is torch.optim.SGD
-    own = replace(OPTIONS, factory="tests.test_bench:with_adam")
+    own = replace(OPTIONS, factory="tests.bench.test_bench:with_adam")
     assert type(build(own, cpu).optimizer) is torch.optim.Adam
     with pytest.raises(_hosts.BenchError, match="brings its own optimizer, Adam, so --optimizer has no meaning beside it"):
         build(replace(own, optimizer="adamw"), cpu)
@@ -711,7 +711,7 @@ def with_adam(batch_size: int, device: torch.device) -> tuple[Any, ...]:
 
 def test_ranks_that_hang_say_where_and_end(tmp_path: Path) -> None:
     """At --limit, with the line that they stand at."""
-    code, _, errors = run(tmp_path, "--factory", "ours:stuck", "--ways", "no_sync", "--limit", "7")
+    code, _, errors = run(tmp_path, "--factory", "ours:stuck", "--ways", "no_sync", "--limit", "20")
     assert code == 1
     assert "rank 1 had not ended at its --limit. It stood at:" in errors
     assert 'ours.py", line' in errors

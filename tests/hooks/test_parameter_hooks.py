@@ -103,10 +103,9 @@ def hooked(engine: str, kind: str, how: str):
     home = on_engine(model, engine)
     optimizer = FullRecorder(model.parameters())
     watch = Watch(model)
-    step = gradsync.accumulating(steps=2)(lambda model, optimizer, i, x: model(rank, i, x))
-    if how == "flush":
-        step = gradsync.accumulating(steps=4)(lambda model, optimizer, i, x: model(rank, i, x))
     steps = 4 if how == "flush" else 2
+    # Named, for a rank without items.
+    step = gradsync.accumulating(steps, model=home, optimizer=optimizer)(lambda home, _, i, x: home(rank, i, x))
 
     def run():
         data = list(enumerate(items_of_rank(lengths)))
