@@ -177,7 +177,7 @@ def removed_and_kept(engine: str):
 
     handles = [parameter.register_hook(count("removed")), parameter.register_post_accumulate_grad_hook(count("removed"))]
     parameter.register_hook(count("kept"))
-    step = gradsync.accumulating(steps=2)(lambda model, optimizer, i, x: model(rank, i, x))
+    step = gradsync.accumulating(2, model=home, optimizer=optimizer)(lambda model, optimizer, i, x: model(rank, i, x))
 
     def epoch():
         for i, x in step.over(list(enumerate(items_of_rank(LENGTHS[size])))):
@@ -213,7 +213,7 @@ def embedding(engine: str):
     model[0].weight.register_hook(lambda grad: grad * keep)
     home = on_engine(model, engine)
     optimizer = FullRecorder(model.parameters())
-    step = gradsync.accumulating(steps=2)(lambda model, optimizer, x: model(x).square().mean())
+    step = gradsync.accumulating(2, model=home, optimizer=optimizer)(lambda model, optimizer, x: model(x).square().mean())
 
     def run():
         for i in step.over(range(LENGTHS[size][rank])):
