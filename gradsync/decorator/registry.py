@@ -101,6 +101,8 @@ class Registry:
     def note_idle(self, loop: Loop, instance: object) -> None:
         """The data of `loop` has ended. Where items were drawn without a call, calls after it may be meant for them."""
         if loop.num_idle:
+            if not loop.num_calls:
+                loop.called_from = _call_stack()
             self._read_ahead[loop.thread, None if instance is None else id(instance)] = loop
 
     def runs(self, instance: object, position: int) -> list[Run]:
@@ -129,7 +131,7 @@ class Registry:
         if elsewhere is not None:
             raise GradSyncError(_READ_AHEAD.format(over=elsewhere.name, name=self.name))
         # A body that goes on after its data has ended had items that were drawn ahead; other calls come from elsewhere.
-        if ended is not None and (ended.called_from == _call_stack() if ended.num_calls else ended.num_items > 1):
+        if ended is not None and _goes_on(ended):
             raise GradSyncError(_READ_AHEAD.format(over=ended.name, name=self.name))
         return None
 
@@ -302,6 +304,18 @@ _READ_AHEAD = (
     "list({over}(loader)) nor prefetch({over}(loader)). If all items were left out on purpose, call {name}.flush() or "
     "{name}.reset() before you go on."
 )
+
+
+def _goes_on(loop: Loop) -> bool:
+    """Whether the call that comes now is one more of those in a loop that has ended."""
+    now, then = _call_stack(), loop.called_from
+    if loop.num_calls:
+        return now == then
+    # All items were drawn, and no call came: in the function that drew them, this is the first.
+    drawn = then if isinstance(then, tuple) else ()
+    return loop.num_items > 1 and any(
+        frame[0] == now[0][0] and drawn[place + 1 :] == now[1:] for place, frame in enumerate(drawn)
+    )
 
 
 def _call_stack() -> tuple[tuple[int, int], ...]:
