@@ -17,7 +17,7 @@ from gradsync.functional._steps import Steps, check_steps, window_size
 from gradsync.functional._team import Team
 from gradsync.functional._update import owned
 from gradsync.functional._window import Scale, Window
-from gradsync.ranks.lost import WaitingFor, is_lost, lost
+from gradsync.ranks.lost import WaitingFor, is_lost
 from gradsync.ranks.meet import agreed, insist, meet
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class _Plainly:
 
     def check(self, team: Team) -> None: ...
 
-    def across(self, _: Window) -> AbstractContextManager[Any]:
+    def across(self, window: Window) -> AbstractContextManager[Any]:  # noqa: ARG002 - that of the protocol
         return NO_RANGE
 
 
@@ -157,7 +157,7 @@ class Run:
         self.told: Window | None = None  # the one that was said to be left open
         self.who = Who()
         # What a window's synchronisation is to be inside of, where gradients go another way.
-        self.crossing: Crossing = _Plainly()  # pyright: ignore[reportAttributeAccessIssue]
+        self.crossing: Crossing = _Plainly()
         self._loop: Loop | None = None  # that of the current place
         self._heard: Sent | None = None  # what the ranks have said already of the window that closes
         self._kind = NOTHING  # of losses, as agreed on without a table
@@ -252,12 +252,8 @@ class Run:
         window.add(loss)
         window.num_own += 1
         departure = Departure(self._send)
-        try:
+        with WaitingFor(self.what):
             order = self._order_of_boundary(departure) if place.last else self._order_of_held()
-        except RuntimeError as error:
-            if is_lost(error):
-                raise lost(error, self.what()) from error
-            raise
         return Begun(place, order, departure)
 
     def end(self, begun: Begun, error: BaseException | None = None) -> Closing | None:
@@ -450,7 +446,7 @@ class Run:
     def _closed(self, departure: Departure, synchronise: Callable[[], None]) -> Closing:
         """What came to the window once it is synchronised; the table leaves, or has left, with `departure`."""
         window = self._open_window
-        try:
+        with WaitingFor(self.what):
             try:
                 with self.crossing.across(window):
                     synchronise()
@@ -462,10 +458,6 @@ class Run:
                 self._note_failure(error)
                 return Closing(tuple(window.share() for _ in range(window.team.num_ranks)), window.team.rank, None)
             return self._heard_all(departure.sent)
-        except RuntimeError as error:
-            if is_lost(error):
-                raise lost(error, self.what()) from error
-            raise
 
     def _order_of_boundary(self, departure: Departure) -> Order:
         """That of the window's last micro-batch, before whose synchronisation the table leaves."""
