@@ -129,7 +129,7 @@ class Loop:
 
     @property
     def due(self) -> Sequence[bool]:
-        """Which ranks were to have a micro-batch in the window that is open."""
+        """Which ranks were to have a micro-batch in the window that closes, as they had said in the table before."""
         return self._due
 
     def share(self, run: Run, window: Window) -> Share:
@@ -147,13 +147,13 @@ class Loop:
             # A rank whose data has ended, and that has several windows open, did not know which one it is.
             mine = self.share(run, window)
             shares = [Share.of(row) for row in self._send(mine).rows()]
+        self._due = [share.left > 0 for share in self._shares]  # what all said before: the same on every rank
         self._shares = shares
         return shares
 
     def plan(self, run: Run, window: Window) -> None:
         """A window opens."""
         lefts = [share.left for share in self._shares]
-        self._due = [left > 0 for left in lefts]
         self._planned = None
         if (
             self._in_step
