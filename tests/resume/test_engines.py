@@ -22,14 +22,16 @@ FSDP1 = [name for name in HOMES if name.startswith("fsdp1")]
 
 
 def of_engine(engine: str, how: str, sync: str | None = None) -> None:
-    states = resumed_anywhere(lambda: home_of(engine), how, sync)
+    # A static graph synchronises the first micro-batch that a fresh DDP runs, and so another one of the window.
+    rounding = 1e-15 if engine == "ddp_static" else 0.0
+    states = resumed_anywhere(lambda: home_of(engine), how, sync, tolerance=rounding)
     assert_equal_states(states, reference(home_of(engine), [range(3), range(3, NUM)]))
 
 
 @pytest.mark.parametrize("how", ["over", "flush"])
 @pytest.mark.parametrize("engine", HOMES)
 def test_a_window_is_resumed_after_any_micro_batch(ranks, engine, how):
-    """To the bit as it would have ended, and within rounding as one process in float64 has it."""
+    """To the bit as it would have ended (but for a static graph), and within rounding as one process in float64 has it."""
     ranks(HOMES[engine][0]).run(of_engine, engine, how)
 
 
