@@ -208,7 +208,7 @@ class Call:
         """Go back to before the first call."""
         self.discard()
         self.record.begin_anew()
-        self.run.number = self.run.num_dropped = 0
+        self.run.go_on_from(0, 0)
 
     # -- a boundary -------------------------------------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ def load(call: Call, state: Mapping[str, Any], *, dry: bool = False) -> None:
     record.num_steps, record.num_updates, record.num_skipped, record.num_replays = (
         state[name] for name in ("micro_steps", "updates", "skipped", "replays")
     )
-    run.number, run.num_dropped = state["window"], state["dropped"]
+    run.go_on_from(state["window"], state["dropped"])
     if state["index"]:
         window = run.open(team)
         window.load(state["open"], state["index"])

@@ -102,9 +102,9 @@ class Overlapped:
         left = [one for one in team.parameters if one.requires_grad and id(one) not in covered]
         if left:
             raise GradSyncError(
-                f"overlap needs the gradients of all parameters of {self.run.name} to travel, but {len(left)} of them, of "
-                f"shape {', '.join(str(list(one.shape)) for one in left[:3])}, are in no DistributedDataParallel: they "
-                "are DTensors, or left out of it. Use overlap=0."
+                f"overlap needs the gradients of all parameters of {self.run.name} to travel, but {len(left)} of them, "
+                f"of shape {', '.join(str(list(one.shape)) for one in left[:3])}, are in no DistributedDataParallel: "
+                "they are DTensors, or left out of it. Use overlap=0."
             )
         self._checked = team
 

@@ -1,4 +1,4 @@
-"""What a call's windows have come to so far: counters and the last closed window, as `progress` and `on_update` tell."""
+"""What a call's windows have come to so far: counters and the last closed window, for `progress` and `on_update`."""
 
 from __future__ import annotations
 
