@@ -56,13 +56,14 @@ Smaller parts stand alone: arithmetic (`window_size`, `sizes`, `correction`), gr
 `all_finite`, `discard`), engines (`no_sync`, `sync_gradients`), the update (`update`), a whole loop (`sync_every`).
 """
 
+from gradsync.functional._boundary import Begun
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
 from gradsync.functional._iterator import MicroStep, sync_every
 from gradsync.functional._loop import Loop, Turn
 from gradsync.functional._loss import LossSum, detach, find_loss
 from gradsync.functional._no_sync import no_sync
 from gradsync.functional._place import Part, Place
-from gradsync.functional._run import Begun, Run
+from gradsync.functional._run import Run
 from gradsync.functional._share import Closing, Share
 from gradsync.functional._steps import Steps, correction, sizes, window_size
 from gradsync.functional._stream import length, with_last

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradsync.functional._backward import Order
 from gradsync.functional._share import SUMS, Closing
@@ -95,3 +95,10 @@ class Boundary:
         source = next(there, 0)
         for engine in self._window.active:
             engine.share_buffers(source)
+
+
+class Begun(NamedTuple):
+    """A backward that its driver runs by itself: how it synchronises, and the boundary that it is, if it is one."""
+
+    order: Order
+    boundary: Boundary | None

@@ -264,8 +264,7 @@ class Loop:
         return self._run_of(min(opened) if closing == NOBODY else closing, shares)
 
     def _stand_in(self, run: Run, part: Part, *, last: bool) -> Place:
-        run.follow(self.lane(run))
-        return run.stand_in(part, last=last)
+        return run.stand_in(self.lane(run), part, last=last)
 
     def _next_in_step(self) -> Turn | None:
         """The next call of the other ranks, where forwards wait for each other."""
