@@ -14,7 +14,7 @@ import torch
 
 from gradsync.decorator.call import Call
 from gradsync.decorator.casting import cast_of, check_cast
-from gradsync.decorator.checkpoint import VERSION, check_steps_of, load, progress_in, save, windows_in
+from gradsync.decorator.checkpoint import VERSION, check, check_steps_of, load, progress_in, save, windows_in
 from gradsync.decorator.loops import Loops
 from gradsync.decorator.progress import Progress
 from gradsync.overlap import LEFT
@@ -112,20 +112,20 @@ class Registry:
 
     def settle(self, instance: object) -> None:
         """Land what travels, in this thread's windows."""
-        for call in self._all(instance, make=False):
+        for call in self._called(instance):
             if call.thread in {None, get_ident()}:
                 call.settle()
 
     def go_back(self, instance: object) -> None:
         """An exception: parameters are the last true ones."""
-        for call in self._all(instance, make=False):
+        for call in self._called(instance):
             if call.ahead is not None and call.thread in {None, get_ident()}:
                 call.ahead.go_back()
 
     def reset(self, instance: object) -> None:
         """Discard what is open."""
         self._loops.forget_read_ahead(_key(instance))
-        for call in self._all(instance, make=False):
+        for call in self._called(instance):
             call.reset()
 
     def progress(self, instance: object) -> Progress:
@@ -141,7 +141,7 @@ class Registry:
     def state_dict(self, instance: object) -> dict[str, Any]:
         """All windows' states, in the order of their first call, and which of them was called last."""
         key = _key(instance)
-        calls, ref = self._all(instance, make=False), self._latest.get(key)
+        calls, ref = self._called(instance), self._latest.get(key)
         for call in calls:
             call.settle()
         latest = next((place for place, one in enumerate(calls) if ref is not None and one is ref()), None)
@@ -157,11 +157,11 @@ class Registry:
         All are checked before one is loaded. A window whose first call came after the state was saved begins anew.
         """
         key = _key(instance)
-        states, calls = windows_in(state), self._all(instance, make=False)
+        states, calls = windows_in(state), self._called(instance)
         for call in calls:
             call.settle()
         for call, one in zip(calls, states, strict=False):
-            load(call, one, dry=True)
+            check(call, one)
         for one in states:
             check_steps_of(one, self.name, self._settings.steps)
         for call in calls:
@@ -246,17 +246,21 @@ class Registry:
             return
         with _keeping_buffers(cast.models if waiting[0]["index"] else ()):
             call.run.fit()
-        load(call, waiting[0], dry=True)
+        check(call, waiting[0])
         load(call, waiting[0])
         self._loaded[key], self._loaded_latest[key] = waiting[1:], None
 
-    def _all(self, instance: object, *, make: bool = True) -> list[Call]:
-        """In the order of their first call; where none has come and the participants are known, what it will make."""
+    def _called(self, instance: object) -> list[Call]:
+        """In the order of their first call."""
         key = _key(instance)
-        casting = self._settings.casting
-        if make and casting.known() and not any(own == key for own, _ in self._calls):
-            self._find(instance, key, casting.participants((), {}))
         return [call for own, call in self._calls if own == key]
+
+    def _all(self, instance: object) -> list[Call]:
+        """The same; where none has come and the participants are known, the one that these will make."""
+        key, casting = _key(instance), self._settings.casting
+        if casting.known() and not self._called(instance):
+            self._find(instance, key, casting.participants((), {}))
+        return self._called(instance)
 
 
 def _key(instance: object) -> Key:

@@ -98,11 +98,11 @@ class Run:
             window.team.check(self.name, who.models, who.optimizers)
         return Place(window.number, window.index, window.size, last)
 
-    def stand_in(self, lane: Lane, part: Part, *, last: bool) -> Place:
+    def stand_in(self, lane: Lane, part: Part) -> Place:
         """The place of a rank whose data has ended, in a window of the others in a loop."""
         self._lane = lane
         window = self.window or self.open(self.fit())
-        return Place(window.number, window.index, window.size, last, part)
+        return Place(window.number, window.index, window.size, last=False, part=part)
 
     def holding(self, place: Place) -> AbstractContextManager[Any]:
         """What a micro-batch's forward and backward are to be inside of."""
@@ -260,8 +260,7 @@ class Run:
         if self.team is None or not self.team.fits(models, optimizers):
             inside = (one for model in models for one in model.parameters())
             land({id(parameter) for parameter in (*owned(optimizers), *inside)}, of=self)
-            shards = self.terms.sync == "shard"
-            self.team = Team(self.name, models, optimizers, shards=shards, last=self.team)
+            self.team = Team(self.name, models, optimizers, sync=self.terms.sync, last=self.team)
         return self.team
 
     def open(self, team: Team) -> Window:
