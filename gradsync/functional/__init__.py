@@ -30,8 +30,7 @@ Another decorator, with tails, `LossSum` and ranks that differ:
 ...         def over(items):
 ...             loop = F.Loop("accumulate.over", F.length(items), lambda: [run])
 ...             loops.append(loop)
-...             for item, last in F.with_last(items):
-...                 loop.draw(last=last)
+...             for item in loop.items(items):
 ...                 yield item
 ...             for _, place in loop.rest():
 ...                 with run.holding(place):

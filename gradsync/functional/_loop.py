@@ -5,26 +5,30 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
+from gradsync.functional._asked import Asked, can_be_foreseen, is_enough
 from gradsync.functional._place import Part
 from gradsync.functional._share import NOBODY, Share
+from gradsync.functional._stream import with_known
 from gradsync.ranks.line import device_of
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import ONE_FORWARD, agreed, meet_with_data, nothing_here, ranks_where
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from gradsync.functional._place import Place
     from gradsync.functional._run import Run
     from gradsync.functional._team import Team
     from gradsync.functional._window import Window
     from gradsync.ranks.line import Sent
+
+T = TypeVar("T")
 
 _PERHAPS = 0.5  # an item, in place of items left
 _ASKS = -1.0  # in place of items left: what the window is that closes, this rank has to be told
@@ -54,6 +58,7 @@ class Loop:
         self._length = length
         self._runs = runs
         self._is_last = False  # whether the current item is the last
+        self._drawn: int | None = None  # items that were drawn ahead, where the loop draws them itself
         self._has_ended = False
         self._told_end: set[Run] = set()  # whose last window has closed, as the ranks know
         self._calls: dict[Run, int] = {}  # for the current item,
@@ -61,9 +66,21 @@ class Loop:
         self._chief: Run | None = None  # over whose ranks the loop's tables go
         self._shares: Sequence[Share] = ()  # what the ranks said last
         self._planned: int | None = None  # calls in the open window, where ranks go in step and need not ask
+        self._asked: Asked | None = None  # of the next call, where they do
         self._due: list[bool] = []
 
     # -- this rank's data -------------------------------------------------------------------------------------------
+
+    def items(self, iterable: Iterable[T]) -> Iterator[T]:
+        """The items of an iterable, each one handed out.
+
+        Where the length is not known, one item is drawn ahead; two where ranks have to speak of the next call before
+        it comes.
+        """
+        for item, drawn in with_known(iterable, self.name, lambda: 2 if self._in_step else 1):
+            self._drawn = drawn
+            self.draw(last=not drawn)
+            yield item
 
     def draw(self, *, last: bool) -> None:
         """An item is handed out."""
@@ -110,14 +127,32 @@ class Loop:
             if self._planned is not None:
                 ends = window.index + 1 >= self._planned
             else:
-                left = 0.0 if ends else max(1.0, self.left(run))
-                size = float(window.size)
-                ends = not any(s.left for s in self._ask(Share(closing=float(run.key), left=left, size=size)))
+                left, once = 0.0 if ends else max(1.0, self.left(run)), float(self._foresees(run))
+                mine = Share(closing=float(run.key), left=left, size=float(window.size), once=once)
+                shares = self._said_ahead(run)
+                if not is_enough(shares, closes=_closes(run, window.size)):
+                    shares = self._ask(mine)
+                self._ask_ahead(run, shares)
+                ends = not any(share.left for share in shares)
         return ends and run.terms.tail != "carry"
 
     def _calls_once(self, run: Run) -> bool:
         """Whether the loop has been seen to call it once an item, and never more often."""
         return self._most.get(run) == 1 and self._calls.get(run, 0) <= 1
+
+    def _foresees(self, run: Run) -> bool:
+        """Whether each item has had one call, of `run`, and items to come are known: so are calls to come."""
+        looked = self._length is not None or self._drawn is not None
+        return looked and self._calls_once(run) and not self.num_idle and len(self._known()) <= 1
+
+    def _promise(self, run: Run) -> Share:
+        """What this rank says of its next call before it comes."""
+        if self._has_ended:
+            return Share(once=float(len(self._known()) <= 1))
+        if not self._foresees(run):
+            return Share()
+        known = self._drawn or 0 if self._length is None else self._length - self.num_items
+        return Share(closing=float(run.key), left=float(known > 1), once=1.0) if known > 0 else Share(once=1.0)
 
     def _finish_item(self) -> None:
         self.num_idle += not self._calls and self.num_items > 0
@@ -168,6 +203,8 @@ class Loop:
                 self._planned = int(max(lefts))
         if self._planned is not None and run.terms.tail == "carry":
             self._planned = window.size if self._planned == window.size else None
+        if self._planned is not None:
+            self._asked = None
 
     def rest(self) -> Iterator[Turn]:
         """The places that this rank takes after its own data has ended: to close what is open, and with the others.
@@ -240,7 +277,10 @@ class Loop:
         if run.window is not None and self._planned is not None:
             last = run.index + 1 >= self._planned
             return Turn(run, self._stand_in(run, self._part(run), last=last))
-        shares = self._ask(Share(open=self._first_open()))
+        shares = self._said_ahead(run)
+        comes = any(share.closing != NOBODY for share in shares)
+        if not is_enough(shares, closes=_closes(run, self._size(run, shares)) if comes else None):
+            shares = self._ask(Share(open=self._first_open(), once=float(len(self._known()) <= 1)))
         called = self._closing(shares)
         if called is None:
             for other in self._known():
@@ -249,10 +289,15 @@ class Loop:
             return None
         if all(share.closing == NOBODY for share in shares):
             return Turn(called, self._stand_in(called, Part.MISSES, last=True))
-        size = max(share.size for share in shares)
+        size = self._size(called, shares)
+        self._ask_ahead(called, shares)
         place = self._stand_in(called, self._part(called), last=False)
         nobody_left = not any(share.left for share in shares) and called.terms.tail != "carry"
         return Turn(called, replace(place, last=place.index + 1 >= size or nobody_left))
+
+    def _size(self, run: Run, shares: Sequence[Share]) -> float:
+        """How many calls the window has that the ranks are in: as they say, or else as it is planned here."""
+        return max(share.size for share in shares) or self._stand_in(run, Part.MISSES, last=False).size
 
     @staticmethod
     def _part(run: Run) -> Part:
@@ -335,9 +380,25 @@ class Loop:
 
     def _ask(self, share: Share) -> list[Share]:
         """What all ranks say before a micro-batch whose forward communicates: whether they run it, and have more."""
+        return self._answers(self._question(share))
+
+    def _ask_ahead(self, run: Run, shares: Sequence[Share]) -> None:
+        """Where the ranks, who have said `shares` of this call, can speak of the next: ask now, and read it then."""
+        self._asked = Asked(run, self._question(self._promise(run))) if can_be_foreseen(shares) else None
+
+    def _said_ahead(self, run: Run) -> list[Share]:
+        """What the ranks have said ahead of the call that comes now; nothing where they were not asked."""
+        asked, self._asked = self._asked, None
+        return self._answers(asked.sent) if asked is not None and asked.run is run else []
+
+    def _question(self, share: Share) -> Sent:
         team = self._team
-        differ = [twins_differ(group, share, team.parameters) for group in team.twins]
-        shares = [Share.of(row) for row in self._send(replace(share, failed=float(any(differ)))).rows()]
+        for group in team.twins:
+            share = replace(share, failed=share.failed + twins_differ(group, share, team.parameters))
+        return self._send(share)
+
+    def _answers(self, sent: Sent) -> list[Share]:
+        shares = [Share.of(row) for row in sent.rows()]
         apart = ranks_where(bool(share.failed) for share in shares)
         if apart:
             raise GradSyncError(
@@ -379,11 +440,20 @@ _NO_ITEM = (
 )
 
 
-def twins_differ(group: dist.ProcessGroup, share: Share, parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether ranks that run one forward together say different things."""
-    said = torch.tensor([float(share.left > 0), float(share.closing != NOBODY)], device=device_of(group, parameters))
-    dist.all_reduce(said, group=group)
-    return any(number not in {0, group.size()} for number in said.tolist())
+def _closes(run: Run, size: float) -> bool | None:
+    """Whether the call that comes now closes its window, whatever comes after it; None if that depends on it."""
+    if run.index + 1 >= size:
+        return True
+    return False if run.terms.tail == "carry" else None
+
+
+def twins_differ(group: dist.ProcessGroup, share: Share, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """1 if ranks that run one forward together say different things, else 0: on the device, which nobody waits for."""
+    said = (share.left > 0, share.closing != NOBODY, share.once > 0)
+    device = device_of(group, parameters)
+    alike = torch.stack([torch.full((), float(one), device=device) for one in said])
+    dist.all_reduce(alike, group=group)
+    return ((alike > 0) & (alike < group.size())).any().double()
 
 
 def insist_on_windows(said: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
