@@ -52,8 +52,8 @@ class Loops:
 
     def note_idle(self, loop: Loop, key: Key) -> None:
         """The data of `loop` has ended. Where items were drawn without a call, calls after it may be meant for them."""
-        if loop.num_idle:
-            if not loop.num_calls:
+        if loop.data.num_idle:
+            if not loop.data.num_calls:
                 loop.called_from = _call_stack()
             self._read_ahead[loop.thread, key] = loop
 
@@ -66,10 +66,10 @@ class Loops:
         thread = get_ident()
         for running in reversed(self._running):
             if running.key == key and running.loop.thread == thread:
-                if running.loop.num_idle:
+                if running.loop.data.num_idle:
                     running.loop.called_from = _call_stack()
                 return running
-        elsewhere = next((one.loop for one in self._running if one.key == key and not one.loop.num_calls), None)
+        elsewhere = next((one.loop for one in self._running if one.key == key and not one.loop.data.num_calls), None)
         ended = self._read_ahead.get((thread, key))
         # A body that goes on after its data has ended had items that were drawn ahead; other calls come from elsewhere.
         ahead = ended if elsewhere is None and ended is not None and _goes_on(ended) else elsewhere
@@ -87,11 +87,11 @@ class Loops:
 def _goes_on(loop: Loop) -> bool:
     """Whether the call that comes now is one more of those in a loop that has ended."""
     now, then = _call_stack(), loop.called_from
-    if loop.num_calls:
+    if loop.data.num_calls:
         return now == then
     # All items were drawn, and no call came: in the function that drew them, this is the first.
     drawn = then if isinstance(then, tuple) else ()
-    return loop.num_items > 1 and any(
+    return loop.data.num_items > 1 and any(
         frame[0] == now[0][0] and drawn[place + 1 :] == now[1:] for place, frame in enumerate(drawn)
     )
 

@@ -9,7 +9,7 @@ from dis import opname
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gradsync._errors import GradSyncError
-from gradsync.functional import Loop, length, with_last
+from gradsync.functional import Loop, length
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -45,8 +45,7 @@ class Over(Generic[T]):
             for position, (registry, instance) in enumerate(decorated):
                 stack.enter_context(registry.looping(loop, instance, position))
             try:
-                for item, last in with_last(self._iterable, name):
-                    loop.draw(last=last)
+                for item in loop.items(self._iterable):
                     yield item
                     _insist_on_latest(loop)
             except GeneratorExit:

@@ -30,8 +30,7 @@ Another decorator, with tails, `LossSum` and ranks that differ:
 ...         def over(items):
 ...             loop = F.Loop("accumulate.over", F.length(items), lambda: [run])
 ...             loops.append(loop)
-...             for item, last in F.with_last(items):
-...                 loop.draw(last=last)
+...             for item in loop.items(items):
 ...                 yield item
 ...             for _, place in loop.rest():
 ...                 with run.holding(place):
@@ -58,8 +57,9 @@ Smaller parts stand alone: arithmetic (`window_size`, `sizes`, `correction`), gr
 
 from gradsync.functional._boundary import Begun
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
+from gradsync.functional._in_step import Turn
 from gradsync.functional._iterator import MicroStep, sync_every
-from gradsync.functional._loop import Loop, Turn
+from gradsync.functional._loop import Loop
 from gradsync.functional._loss import LossSum, detach, find_loss
 from gradsync.functional._no_sync import no_sync
 from gradsync.functional._place import Part, Place

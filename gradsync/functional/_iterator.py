@@ -17,7 +17,7 @@ from gradsync.functional._loss import LossSum
 from gradsync.functional._no_sync import check_modules
 from gradsync.functional._place import Part, Place
 from gradsync.functional._run import Run
-from gradsync.functional._stream import length, with_last
+from gradsync.functional._stream import length
 from gradsync.functional._terms import Terms, Who
 from gradsync.ranks.group import require_group
 from gradsync.ranks.lost import waited
@@ -127,8 +127,7 @@ def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Itera
     loop.calls_once(run)
     item: Any = None
     try:
-        for item, last in with_last(iterable, "sync_every"):
-            loop.draw(last=last)
+        for item in loop.items(iterable):
             place = run.start(who, loop)
             step = turn.step(place)
             yield from turn.take(step, place, (step, item))

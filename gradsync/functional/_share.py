@@ -31,7 +31,7 @@ class Share:
     kind: float = NOTHING
     count: float | torch.Tensor = 0.0  # what its LossSums were sums over
     loss: float | torch.Tensor = 0.0  # the sum of its losses
-    failed: float = 0.0  # whether a backward failed, so that all ranks must drop the window
+    failed: float | torch.Tensor = 0.0  # whether a backward failed, so that all ranks must drop the window
     closing: float = NOBODY  # which of its loop's windows it must close
     open: float = NOBODY  # the first of its loop's windows that is open here
     left: float = 0.0  # items still to come; inf where that is not known

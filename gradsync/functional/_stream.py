@@ -1,13 +1,14 @@
-"""An iterable, and which of its items is the last."""
+"""An iterable, which of its items is the last, and how many are known to come."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
 from gradsync._errors import GradSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 T = TypeVar("T")
 
@@ -22,9 +23,21 @@ def with_last(iterable: Iterable[T], name: str = "a loop") -> Iterator[tuple[T, 
     >>> list(with_last(iter("ab")))
     [('a', False), ('b', True)]
     """
+    for item, known in with_known(iterable, name, lambda: 1):
+        yield item, not known
+
+
+def with_known(iterable: Iterable[T], name: str, ahead: Callable[[], int]) -> Iterator[tuple[T, int]]:
+    """Each item, and how many more are known to come.
+
+    Where the length is known, nothing is drawn ahead; where it is not, `ahead()` items are, asked before each.
+
+    >>> list(with_known(iter("abcd"), "a loop", lambda: 2))
+    [('a', 2), ('b', 2), ('c', 1), ('d', 0)]
+    """
     known = length(iterable)
     if known is None:
-        yield from _one_ahead(iterable)
+        yield from _ahead(iterable, ahead)
         return
     for number, item in enumerate(iterable, start=1):
         if number > known:
@@ -32,7 +45,7 @@ def with_last(iterable: Iterable[T], name: str = "a loop") -> Iterator[tuple[T, 
                 f"An iterable in {name} must yield no more items than its length says, but this one of length {known} "
                 "went on. Mend its __len__, or pass iter(...) of it, whose length is not asked for."
             )
-        yield item, number == known
+        yield item, known - number
 
 
 def length(iterable: object) -> int | None:
@@ -43,13 +56,11 @@ def length(iterable: object) -> int | None:
         return None
 
 
-def _one_ahead(iterable: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    iterator = iter(iterable)
-    try:
-        item = next(iterator)
-    except StopIteration:
-        return
-    for following in iterator:
-        yield item, False
-        item = following
-    yield item, True
+def _ahead(iterable: Iterable[T], ahead: Callable[[], int]) -> Iterator[tuple[T, int]]:
+    drawn: deque[T] = deque()
+    for item in iterable:
+        drawn.append(item)
+        while len(drawn) > ahead():
+            yield drawn.popleft(), len(drawn)
+    while drawn:
+        yield drawn.popleft(), len(drawn)

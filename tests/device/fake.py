@@ -33,6 +33,11 @@ def races() -> list[str]:
     return device.take_races()
 
 
+def catch_up() -> None:
+    """The device has done all that was queued so far: to wait for an event of before is no wait any more."""
+    device.catch_up()
+
+
 class _Stream(torch.Stream):
     def __new__(cls, device=None, priority=0, **_):
         return super().__new__(cls, device="cuda:0", priority=priority)

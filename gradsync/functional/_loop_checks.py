@@ -1,0 +1,40 @@
+"""What the ranks of a loop must have alike, and each of them must have, before the first of them waits for another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gradsync._errors import GradSyncError
+from gradsync.ranks.meet import agreed, ranks_where
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def insist_on_windows(said: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+    """Raise on every rank if ranks that know a function say different things of its windows."""
+    for name in dict.fromkeys(name for words in said for name in words):
+        knowing = [(rank, words[name]) for rank, words in enumerate(said) if name in words]
+        for key in knowing[0][1]:
+            agreed([(rank, words[key]) for rank, words in knowing], key)
+
+
+def check_repeats(can_repeat: Sequence[bool], name: str) -> None:
+    """Raise if a rank would have to repeat a call that it never made."""
+    cannot = ranks_where(not can for can in can_repeat)
+    if cannot:
+        raise GradSyncError(
+            f"Every rank needs at least one item in {name} where the engine's forward communicates, or the loop's body "
+            f"goes on, to repeat its call with when it has run out, but rank {cannot} has none. Give each rank an "
+            "item, or use accumulating, whose .over needs none on DDP."
+        )
+
+
+def check_lengths(lengths: Sequence[int | None], name: str) -> None:
+    """Raise if the ranks' lengths may differ where a forward waits for all ranks."""
+    if None in lengths or len(set(lengths)) > 1:
+        told = ", ".join(f"rank {rank} has {'?' if n is None else n}" for rank, n in enumerate(lengths))
+        raise GradSyncError(
+            f"SyncBatchNorm waits for every rank in each forward, so that all need equally many items in {name}, but "
+            f"{told}. Give each rank as many, in an iterable with a length."
+        )

@@ -1,0 +1,131 @@
+"""The ranks of a loop: over whose line they exchange tables, whose windows these are about, and what was said last."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from gradsync._errors import GradSyncError
+from gradsync.functional._share import NOBODY, Share
+from gradsync.ranks.line import device_of
+from gradsync.ranks.meet import ONE_FORWARD, ranks_where
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gradsync.functional._run import Run
+    from gradsync.functional._team import Team
+    from gradsync.ranks.line import Sent
+
+
+class Talk:
+    """What the ranks tell each other in a loop. They speak of a window by the key of its run."""
+
+    def __init__(self, name: str, runs: Callable[[], Sequence[Run]]) -> None:
+        """`runs` are those that may be called in the loop, as far as this rank knows them."""
+        self.name = name
+        self.runs = runs
+        self.called: list[Run] = []  # in the order of their first call
+        self.chief: Run | None = None  # over whose ranks the tables go
+        self.shares: Sequence[Share] = ()  # what the ranks said last
+
+    @property
+    def known(self) -> list[Run]:
+        """The runs whose windows the loop may come to, as far as this rank knows: the same order on all ranks."""
+        return sorted({run.key: run for run in (*self.runs(), *self.called)}.values(), key=lambda run: run.key)
+
+    @property
+    def team(self) -> Team:
+        """That of the chief, once the ranks have met."""
+        assert self.chief is not None, "they have met"
+        assert self.chief.team is not None, "they have met"
+        return self.chief.team
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the ranks take each call together: then all windows of the loop do."""
+        runs = self.called if self.chief is None else [*self.called, self.chief]
+        return any(run.team is not None and run.team.in_step for run in runs)
+
+    @property
+    def first_open(self) -> float:
+        """The first of the loop's windows that is open here, and is to be closed as the data ends."""
+        opened = [run.key for run in self.known if run.index and run.terms.tail != "carry"]
+        return float(min(opened)) if opened else NOBODY
+
+    def send(self, share: Share) -> Sent:
+        """Put this rank's share on its way."""
+        return self.team.line.send(share.row())
+
+    def ask(self, share: Share) -> list[Share]:
+        """What all ranks say before a micro-batch whose forward communicates: whether they run it, and have more."""
+        return self.answers(self.question(share))
+
+    def question(self, share: Share) -> Sent:
+        """The same, of which the answers are read later."""
+        team = self.team
+        for group in team.twins:
+            share = replace(share, failed=share.failed + _twins_differ(group, share, team.parameters))
+        return self.send(share)
+
+    def answers(self, sent: Sent) -> list[Share]:
+        """What all ranks said. Raises on every rank where they contradict each other."""
+        shares = [Share.of(row) for row in sent.rows()]
+        apart = ranks_where(bool(share.failed) for share in shares)
+        if apart:
+            raise GradSyncError(
+                "All ranks of a tensor-parallel group must come to the same micro-batches, but those of data-parallel "
+                f"rank {apart} do not: some have one, or more of them, and others not. {ONE_FORWARD}"
+            )
+        self.check_same(shares)
+        return shares
+
+    def announce(self, run: Run) -> None:
+        """A window of a new kind is to be opened, which takes all ranks."""
+        shares = self.ask(Share(closing=float(run.key), left=1.0))
+        if any(share.closing == NOBODY for share in shares):
+            raise self._nothing_known(shares)
+
+    def closing(self, shares: Sequence[Share]) -> Run | None:
+        """Whose window the ranks close next, or whose call they are in; None if all have ended, and none is open."""
+        closing = max(share.closing for share in shares)
+        opened = [share.open for share in shares if share.open != NOBODY]
+        if closing == NOBODY and not opened:
+            return None
+        key = min(opened) if closing == NOBODY else closing
+        run = next((run for run in self.known if run.key == key), None)
+        if run is None:
+            raise self._nothing_known(shares)
+        return run
+
+    def check_same(self, shares: Sequence[Share]) -> None:
+        """Raise on every rank if ranks close windows of different functions, models or optimizers."""
+        closing = {share.closing for share in shares if share.closing != NOBODY}
+        if len(closing) > 1:
+            raise GradSyncError(
+                f"All ranks must come to the same windows of {self.name} in the same order, but "
+                + ", ".join(
+                    f"rank {r} is at number {int(s.closing)}" for r, s in enumerate(shares) if s.closing != NOBODY
+                )
+                + " of those that the loop calls. Call the functions in one order on all ranks."
+            )
+
+    def _nothing_known(self, shares: Sequence[Share]) -> GradSyncError:
+        absent = ranks_where(share.closing == NOBODY for share in shares)
+        return GradSyncError(
+            f"Every rank needs an item in {self.name} where a window of another function, model or optimizer is opened "
+            f"in the middle of it, but rank {absent} had run out by then. Give each rank an item that calls it, or "
+            "name the models and optimizers."
+        )
+
+
+def _twins_differ(group: dist.ProcessGroup, share: Share, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """1 if ranks that run one forward together say different things, else 0: on the device, which nobody waits for."""
+    said = (share.left > 0, share.closing != NOBODY, share.once > 0)
+    device = device_of(group, parameters)
+    alike = torch.stack([torch.full((), float(one), device=device) for one in said])
+    dist.all_reduce(alike, group=group)
+    return ((alike > 0) & (alike < group.size())).any().double()
