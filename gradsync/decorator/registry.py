@@ -17,6 +17,7 @@ from gradsync.decorator.call import Call
 from gradsync.decorator.casting import cast_of, check_cast
 from gradsync.decorator.checkpoint import VERSION, check_steps_of, load, progress_in, save, windows_in
 from gradsync.decorator.progress import Progress
+from gradsync.decorator.unfinished import Unfinished
 from gradsync.overlap import LEFT
 from gradsync.ranks.meet import nothing_here
 
@@ -55,6 +56,7 @@ class Registry:
         self._latest: dict[Key, weakref.ref[Call]] = {}
         self._running: list[_Running] = []
         self._read_ahead: dict[tuple[int, Key], Loop] = {}  # loops that ended with items that no call had come for
+        self._unfinished = Unfinished(name)
         self._loaded: dict[Key, list[dict[str, Any]]] = {}  # states that wait for their window's first call,
         self._loaded_latest: dict[Key, int | None] = {}  # and which of a function's was called last
 
@@ -140,6 +142,7 @@ class Registry:
     def flush(self, instance: object) -> None:
         """Close what is open."""
         self._forget_read_ahead(instance)
+        self._unfinished.forget(None if instance is None else id(instance))
         calls = self._all(instance)
         if not calls:
             nothing_here(f"flush of {self.name}")
@@ -161,6 +164,7 @@ class Registry:
     def reset(self, instance: object) -> None:
         """Discard what is open."""
         self._forget_read_ahead(instance)
+        self._unfinished.forget(None if instance is None else id(instance))
         for call in self._all(instance, make=False):
             call.reset()
 
@@ -200,6 +204,7 @@ class Registry:
             load(call, one, dry=True)
         for one in states:
             check_steps_of(one, self.name, self._settings.steps)
+        self._unfinished.forget(key)
         for call in calls:
             call.begin_anew()
         for call, one in zip(calls, states, strict=False):
@@ -220,6 +225,7 @@ class Registry:
         """An instance is gone: another one may get its id."""
         gone = [call for own, call in self._calls if own == key]
         self._calls = [(own, call) for own, call in self._calls if own != key]
+        self._unfinished.forget(key)
         for table in (self._latest, self._loaded, self._loaded_latest):
             table.pop(key, None)
         for call in gone:
@@ -227,6 +233,8 @@ class Registry:
 
     def _drop(self, call: Call) -> None:
         """An optimizer is gone, and its windows with it."""
+        for key in [own for own, one in self._calls if one is call]:
+            self._unfinished.note(key, call.run)
         self._calls = [(key, one) for key, one in self._calls if one is not call]
         self._warn_if_open(call)  # which may raise, where warnings are errors
 
@@ -257,6 +265,7 @@ class Registry:
         check_cast(cast, self.name, came, is_method=instance is not None)
         call = next((one for own, one in self._calls if own == key and one.is_for(cast, instance)), None)
         if call is None:
+            self._unfinished.check(key, cast.models, [one.run for own, one in self._calls if own == key])
             call = self._make(instance, key, cast)
         call.bind(cast, participants)
         self._latest[key] = weakref.ref(call)

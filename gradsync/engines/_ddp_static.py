@@ -44,8 +44,11 @@ class StaticEngine(DDPEngine):
         super().restore(found)  # type: ignore[arg-type]
         if self._owes_first:
             self._ddp._static_graph_delay_allreduce_enqueued = False
+            self._begin_graph_anew()
+            _watch_next_forward(self)
 
     def arm(self, loss: torch.Tensor | None) -> None:
+        self._begin_graph_anew()
         super().arm(loss)
         self._is_first = self._owes_first
         if self._owes_first:
@@ -108,6 +111,14 @@ class StaticEngine(DDPEngine):
     def _orders_buckets(self) -> bool:
         return True
 
+    def _begin_graph_anew(self) -> None:
+        """Forget backwards that were held before the very first synchronisation: torch counted their hooks.
+
+        Later backwards would be expected to run each hook that often, and without a word none would be synchronised.
+        """
+        if self._owes_first and any(self._reducer._get_local_used_map().tolist()):
+            self._rebuild_reducer()
+
     def _rebuild_reducer(self) -> None:
         super()._rebuild_reducer()
         self._ddp._static_graph_delay_allreduce_enqueued, self._owes_first = False, True
@@ -115,3 +126,16 @@ class StaticEngine(DDPEngine):
 
     def _queue_delayed_reduction(self) -> None:
         Variable._execution_engine.queue_callback(self._reducer._delay_all_reduce)
+
+
+def _watch_next_forward(engine: StaticEngine) -> None:
+    """A forward was held whose backward may be run later, outside: what that counts is forgotten in the next forward."""
+    state = vars(engine._ddp)
+    if "_gradsync_watches" not in state:
+        state["_gradsync_watches"] = engine._ddp.register_forward_pre_hook(_begin_in_forward)
+
+
+def _begin_in_forward(ddp: DistributedDataParallel, *_: object) -> None:
+    if ddp.require_backward_grad_sync and torch.is_grad_enabled():
+        vars(ddp).pop("_gradsync_watches").remove()
+        StaticEngine(ddp)._begin_graph_anew()

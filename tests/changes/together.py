@@ -41,14 +41,15 @@ def each(ranks, size: int, case: Callable, cases: Iterable[tuple], check: Callab
     raise AssertionError(f"{case.__name__} on {size} ranks{where}:\n" + "\n".join(f"{a}: {t}" for a, t in told.items()))
 
 
-def hold(ranks, size: int, case: Callable, cases: Iterable[tuple], *, says: str = "", only: Callable | str = "") -> None:
+def hold(ranks, size: int, case: Callable, cases: Iterable[tuple], *, says: str = "", only: Callable | str = "",
+         limit: float = LIMIT) -> None:  # fmt: skip
     """The rule, for each of these cases; `only(*args)` may demand one outcome of some of them."""
 
     def check(values: list, *args: object) -> None:
         demanded = only if isinstance(only, str) else only(*args)
         exact_or_error([v if isinstance(v, Outcome) else Outcome("foreign", str(v)) for v in values], says, demanded)
 
-    each(ranks, size, case, cases, check)
+    each(ranks, size, case, cases, check, limit)
 
 
 def _together(ranks, size: int, case: Callable, cases: list[tuple], limit: float) -> list[list]:
