@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gradsync._errors import GradSyncError
@@ -44,8 +45,9 @@ class Unfinished:
         for run in edited:
             run.discard()
         for who in cut_off:
-            for engine in find(who.models):
-                engine.discard()
+            with suppress(GradSyncError):  # of an engine that the edit has spoiled: ours tells of the edit
+                for engine in find(who.models):
+                    engine.discard()
             discard(parameter for model in who.models for parameter in model.parameters())
         if cut_off or edited:
             what = "the optimizer was made anew"

@@ -69,7 +69,7 @@ def _alone(ranks, size: int, case: Callable, args: tuple, limit: float) -> list:
     return [value[0] if ok else Raised(value) for ok, value in outcomes]
 
 
-def _failures(cases: Iterable[tuple[tuple, list]], check: Callable) -> list[tuple[tuple, str]]:
+def _failures(cases: Iterable[tuple[tuple, list]], check: Callable) -> list[tuple[str, str]]:
     failures = []
     for args, values in cases:
         raised = [f"rank {rank}: {value.text}" for rank, value in enumerate(values) if isinstance(value, Raised)]
@@ -78,7 +78,7 @@ def _failures(cases: Iterable[tuple[tuple, list]], check: Callable) -> list[tupl
                 raise AssertionError("\n".join(raised))
             check(values, *args)
         except AssertionError as error:
-            failures.append((args, str(error)))
+            failures.append((str(args), str(error)))
     return failures
 
 
