@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
+_HELD = "_gradsync_held_before_first"  # of a DDP that was held before its very first synchronisation: the hook below
+
 
 class StaticEngine(DDPEngine):
     """One `DistributedDataParallel` with `static_graph=True`."""
@@ -44,8 +46,9 @@ class StaticEngine(DDPEngine):
         super().restore(found)  # type: ignore[arg-type]
         if self._owes_first:
             self._ddp._static_graph_delay_allreduce_enqueued = False
-            self._begin_graph_anew()
-            _watch_next_forward(self)
+            state = vars(self._ddp)
+            if _HELD not in state:  # a backward may have run, or may be run later, outside: the next forward comes first
+                state[_HELD] = self._ddp.register_forward_pre_hook(_begin_in_forward)
 
     def arm(self, loss: torch.Tensor | None) -> None:
         self._begin_graph_anew()
@@ -116,8 +119,11 @@ class StaticEngine(DDPEngine):
 
         Later backwards would be expected to run each hook that often, and without a word none would be synchronised.
         """
-        if self._owes_first and any(self._reducer._get_local_used_map().tolist()):
-            self._rebuild_reducer()
+        watch = vars(self._ddp).pop(_HELD, None)
+        if watch is not None:
+            watch.remove()
+            if self._owes_first:
+                self._rebuild_reducer()
 
     def _rebuild_reducer(self) -> None:
         super()._rebuild_reducer()
@@ -128,14 +134,6 @@ class StaticEngine(DDPEngine):
         Variable._execution_engine.queue_callback(self._reducer._delay_all_reduce)
 
 
-def _watch_next_forward(engine: StaticEngine) -> None:
-    """A forward was held whose backward may be run later, outside: what that counts is forgotten in the next forward."""
-    state = vars(engine._ddp)
-    if "_gradsync_watches" not in state:
-        state["_gradsync_watches"] = engine._ddp.register_forward_pre_hook(_begin_in_forward)
-
-
 def _begin_in_forward(ddp: DistributedDataParallel, *_: object) -> None:
     if ddp.require_backward_grad_sync and torch.is_grad_enabled():
-        vars(ddp).pop("_gradsync_watches").remove()
         StaticEngine(ddp)._begin_graph_anew()
