@@ -42,6 +42,7 @@ class Over(Generic[T]):
         name = f"{decorated[0][0].name}.over"
         loop = Loop(name, length(self._iterable), lambda: _runs(decorated))
         with ExitStack() as stack:
+            stack.callback(loop.kept.clear)  # who knows of the loop may live longer than its data
             for position, (registry, instance) in enumerate(decorated):
                 stack.enter_context(registry.looping(loop, instance, position))
             try:

@@ -17,6 +17,7 @@ from gradsync.decorator.casting import cast_of, check_cast
 from gradsync.decorator.checkpoint import VERSION, check, check_steps_of, load, progress_in, save, windows_in
 from gradsync.decorator.loops import Loops
 from gradsync.decorator.progress import Progress
+from gradsync.decorator.unfinished import Unfinished
 from gradsync.overlap import LEFT
 from gradsync.ranks.meet import nothing_here
 
@@ -46,6 +47,7 @@ class Registry:
         self._order = itertools.count()
         self._latest: dict[Key, weakref.ref[Call]] = {}
         self._loops = Loops(name)
+        self._unfinished = Unfinished(name)
         self._loaded: dict[Key, list[dict[str, Any]]] = {}  # states that wait for their window's first call,
         self._loaded_latest: dict[Key, int | None] = {}  # and which of a function's was called last
 
@@ -104,6 +106,7 @@ class Registry:
     def flush(self, instance: object) -> None:
         """Close what is open."""
         self._loops.forget_read_ahead(_key(instance))
+        self._unfinished.forget(_key(instance))
         calls = self._all(instance)
         if not calls:
             nothing_here(f"flush of {self.name}")
@@ -125,6 +128,7 @@ class Registry:
     def reset(self, instance: object) -> None:
         """Discard what is open."""
         self._loops.forget_read_ahead(_key(instance))
+        self._unfinished.forget(_key(instance))
         for call in self._called(instance):
             call.reset()
 
@@ -164,6 +168,7 @@ class Registry:
             check(call, one)
         for one in states:
             check_steps_of(one, self.name, self._settings.steps)
+        self._unfinished.forget(key)
         for call in calls:
             call.begin_anew()
         for call, one in zip(calls, states, strict=False):
@@ -184,6 +189,7 @@ class Registry:
         """An instance is gone: another one may get its id."""
         gone = [call for own, call in self._calls if own == key]
         self._calls = [(own, call) for own, call in self._calls if own != key]
+        self._unfinished.forget(key)
         for table in (self._latest, self._loaded, self._loaded_latest):
             table.pop(key, None)
         for call in gone:
@@ -191,6 +197,8 @@ class Registry:
 
     def _drop(self, call: Call) -> None:
         """An optimizer is gone, and its windows with it."""
+        for key in [own for own, one in self._calls if one is call]:
+            self._unfinished.note(key, call.run)
         self._calls = [(key, one) for key, one in self._calls if one is not call]
         self._warn_if_open(call)  # which may raise, where warnings are errors
 
@@ -218,6 +226,7 @@ class Registry:
         check_cast(cast, self.name, came, is_method=instance is not None)
         call = next((one for own, one in self._calls if own == key and one.is_for(cast, instance)), None)
         if call is None:
+            self._unfinished.check(key, cast.models, [one.run for own, one in self._calls if own == key])
             call = self._make(instance, key, cast)
         call.bind(cast, participants)
         self._latest[key] = weakref.ref(call)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
+_HELD = "_gradsync_held_before_first"  # of a DDP that was held before its very first synchronisation: the hook below
+
 
 class StaticEngine(DDPEngine):
     """One `DistributedDataParallel` with `static_graph=True`."""
@@ -44,8 +46,14 @@ class StaticEngine(DDPEngine):
         super().restore(found)  # type: ignore[arg-type]
         if self._owes_first:
             self._ddp._static_graph_delay_allreduce_enqueued = False
+            state = vars(self._ddp)
+            if (
+                _HELD not in state
+            ):  # a backward may have run, or may be run later, outside: the next forward comes first
+                state[_HELD] = self._ddp.register_forward_pre_hook(_begin_in_forward)
 
     def arm(self, loss: torch.Tensor | None) -> None:
+        self._begin_graph_anew()
         super().arm(loss)
         self._is_first = self._owes_first
         if self._owes_first:
@@ -108,6 +116,17 @@ class StaticEngine(DDPEngine):
     def _orders_buckets(self) -> bool:
         return True
 
+    def _begin_graph_anew(self) -> None:
+        """Forget backwards that were held before the very first synchronisation: torch counted their hooks.
+
+        Later backwards would be expected to run each hook that often, and without a word none would be synchronised.
+        """
+        watch = vars(self._ddp).pop(_HELD, None)
+        if watch is not None:
+            watch.remove()
+            if self._owes_first:
+                self._rebuild_reducer()
+
     def _rebuild_reducer(self) -> None:
         super()._rebuild_reducer()
         self._ddp._static_graph_delay_allreduce_enqueued, self._owes_first = False, True
@@ -115,3 +134,8 @@ class StaticEngine(DDPEngine):
 
     def _queue_delayed_reduction(self) -> None:
         Variable._execution_engine.queue_callback(self._reducer._delay_all_reduce)
+
+
+def _begin_in_forward(ddp: DistributedDataParallel, *_: object) -> None:
+    if ddp.require_backward_grad_sync and torch.is_grad_enabled():
+        StaticEngine(ddp)._begin_graph_anew()

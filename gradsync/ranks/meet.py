@@ -85,12 +85,18 @@ def ranks_where(flags: Iterable[bool]) -> str:
 def nothing_here(topic: str) -> None:
     """This rank has run no call yet and knows no models: fine if that is so on every rank, else an error on all.
 
-    It is said in the default group's store, where ranks that wait for this one in `meet` look.
+    It is said in the default group's store, where ranks that wait for this one in `meet` look. Where groups of a part
+    of the ranks are there, the model's own may be any of them: an error at once, for the ranks of another would be
+    waited for in vain.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
     group = dist.group.WORLD
     assert group is not None, "initialised"
+    if any(1 < one.size() < group.size() for one in dist.distributed_c10d._world.pg_map):
+        at_the_store(group, topic, lambda: group.get_group_store().set(_left_empty(group.rank()), topic))
+        where = f"when it came to {topic}, and in which of the process groups its models are is not known either"
+        raise GradSyncError(_EMPTY.format(where=where, ranks=group.rank()))
     if not at_the_store(group, topic, lambda: _everybody_is_empty(group)):
         raise GradSyncError(_EMPTY.format(where=f"when it came to {topic}", ranks=group.rank()))
 
@@ -99,6 +105,11 @@ _EMPTY = (
     "Every rank needs an item where the models are not known before the first call, but rank {ranks} had none "
     "{where}. Name them: accumulating(..., model=..., optimizer=...), or give each rank an item."
 )
+
+
+def _left_empty(rank: int) -> str:
+    """The key that says that a rank has had nothing, and left with an error; gone as it meets others again."""
+    return f"gradsync/left empty/{rank}"
 
 
 def at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) -> T:
@@ -133,6 +144,7 @@ def at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) ->
 def _exchange_words(group: dist.ProcessGroup, topic: str, saying: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     store: Any = group.get_group_store()
     rank = group.rank()
+    _world_store().delete_key(_left_empty(dist.get_rank()))
     number = store.add(f"gradsync/{rank}", 1)
     store.set(f"gradsync/{number}/{rank}", json.dumps([topic, saying]))
     keys = [f"gradsync/{number}/{other}" for other in range(group.size())]
@@ -158,12 +170,21 @@ def _everybody_is_empty(group: dist.ProcessGroup) -> bool:
     return False
 
 
+def _world_store() -> Any:
+    world = dist.group.WORLD
+    assert world is not None, "initialised"
+    return world.get_group_store()
+
+
 def _refuse_empty(group: dist.ProcessGroup, missing: Sequence[int], topic: str) -> None:
     """Raise if a rank that is waited for said that it has nothing, and knows no models; tell it so."""
     world = dist.group.WORLD
     assert world is not None, "initialised"
-    store = world.get_group_store()
+    store = _world_store()
     missing = [dist.get_global_rank(group, rank) for rank in missing]
+    left = [rank for rank in missing if store.check([_left_empty(rank)])]
+    if left:
+        raise GradSyncError(_EMPTY.format(where=f"when this one came to {topic}", ranks=", ".join(map(str, left))))
     before = store.add(f"gradsync/empty/{world.rank()}", 0)  # the times that all were empty, this one among them
     empty = [rank for rank in missing if store.add(f"gradsync/empty/{rank}", 0) > before]
     if empty:

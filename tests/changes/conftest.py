@@ -1,4 +1,7 @@
-"""These stories take minutes: `pytest -m slow tests/changes` runs them, and a plain pytest leaves them out."""
+"""The stories on several ranks take minutes: `pytest -m slow tests/changes` runs them, and a plain pytest one of each kind.
+
+What runs in this process alone is quick, and runs always.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+ALWAYS = "test_one_of_each.py"
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if HERE in Path(item.fspath).parents:
+        path = Path(item.fspath)
+        if HERE in path.parents and path.name != ALWAYS and "ranks" in item.fixturenames:
             item.add_marker(pytest.mark.slow)

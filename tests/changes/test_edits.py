@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from itertools import product
 
 import pytest
+import torch.distributed as dist
 
 from tests.changes.edits import BY_NAME, HOWS, WRAPS, tolerance
-from tests.changes.rule import Outcome, Run, my_rank, told
+from tests.changes.rule import Outcome, Run, told
 from tests.changes.together import hold
+from tests.support.ranks import GROUP_TIMEOUT
 
 
 def edited(name: str, how: str, wrap: str, steps: int, rewrapped: bool = False) -> Outcome:
@@ -77,18 +80,31 @@ def test_many_edits_of_one_run(ranks):
     hold(ranks, 2, edited_twice, product(MANY, ["accumulating", "sync_every anew"], ["bare"]))
 
 
-def edited_on_one_rank(name: str, how: str, wrap: str) -> Outcome:
+def edited_on_one_rank(name: str, how: str, wrap: str, store: str) -> Outcome:
+    """One rank wants to compare its new parameters, the others synchronise the old ones: told as the group's time ends."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def begin_group(which: str, timeout: timedelta) -> None:
+        dist.destroy_process_group()
+        where = f"file://{store}-{name}-{how}-{wrap}-{which}"
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=timeout)
+
     def story(run: Run) -> None:
         run.train(1)
-        if my_rank() == 1:
+        if rank == 1:
             BY_NAME[name](run)
         run.train(2)
 
-    return told(story, how, wrap, 2)
+    begin_group("short", timedelta(seconds=4))
+    try:
+        return told(story, how, wrap, 2)
+    finally:
+        begin_group("long", GROUP_TIMEOUT)
 
 
 ON_ONE = ["new_head", "appended_layer", "frozen", "in_float32", "resized_embedding"]
 
 
-def test_an_edit_on_one_rank_alone_is_an_error_on_both(ranks):
-    hold(ranks, 2, edited_on_one_rank, product(ON_ONE, HOWS[::2], WRAPS), only="error")
+def test_an_edit_on_one_rank_alone_is_an_error_on_both(ranks, tmp_path):
+    cases = product(ON_ONE, HOWS[::2], WRAPS, [str(tmp_path / "store")])
+    hold(ranks, 2, edited_on_one_rank, cases, only="error", limit=100.0)

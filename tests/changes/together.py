@@ -41,14 +41,15 @@ def each(ranks, size: int, case: Callable, cases: Iterable[tuple], check: Callab
     raise AssertionError(f"{case.__name__} on {size} ranks{where}:\n" + "\n".join(f"{a}: {t}" for a, t in told.items()))
 
 
-def hold(ranks, size: int, case: Callable, cases: Iterable[tuple], *, says: str = "", only: Callable | str = "") -> None:
+def hold(ranks, size: int, case: Callable, cases: Iterable[tuple], *, says: str = "", only: Callable | str = "",
+         limit: float = LIMIT) -> None:  # fmt: skip
     """The rule, for each of these cases; `only(*args)` may demand one outcome of some of them."""
 
     def check(values: list, *args: object) -> None:
         demanded = only if isinstance(only, str) else only(*args)
         exact_or_error([v if isinstance(v, Outcome) else Outcome("foreign", str(v)) for v in values], says, demanded)
 
-    each(ranks, size, case, cases, check)
+    each(ranks, size, case, cases, check, limit)
 
 
 def _together(ranks, size: int, case: Callable, cases: list[tuple], limit: float) -> list[list]:
@@ -68,7 +69,7 @@ def _alone(ranks, size: int, case: Callable, args: tuple, limit: float) -> list:
     return [value[0] if ok else Raised(value) for ok, value in outcomes]
 
 
-def _failures(cases: Iterable[tuple[tuple, list]], check: Callable) -> list[tuple[tuple, str]]:
+def _failures(cases: Iterable[tuple[tuple, list]], check: Callable) -> list[tuple[str, str]]:
     failures = []
     for args, values in cases:
         raised = [f"rank {rank}: {value.text}" for rank, value in enumerate(values) if isinstance(value, Raised)]
@@ -77,7 +78,7 @@ def _failures(cases: Iterable[tuple[tuple, list]], check: Callable) -> list[tupl
                 raise AssertionError("\n".join(raised))
             check(values, *args)
         except AssertionError as error:
-            failures.append((args, str(error)))
+            failures.append((str(args), str(error)))
     return failures
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradsync
 from tests.support.compare import assert_equal_updates
 from tests.support.models import small_model
+from tests.support.recorder import Recorder
 from tests.support.reference import mean_loss, micro_batch
 from tests.support.wire import num_collectives
 
@@ -61,3 +63,53 @@ def no_sync_everywhere() -> None:
 
 def test_no_sync_everywhere(ranks):
     ranks(2).run(no_sync_everywhere)
+
+
+def static_graph_held_first(inside: str, then: str) -> None:
+    """The very first backward of a static graph is held, by torch's reckoning a part of the graph: what comes is exact."""
+    rank = dist.get_rank()
+    model = small_model()
+    home = DDP(model, static_graph=True)
+    optimizer = Recorder(model.parameters(), lr=0.0)
+    if "forward" in inside:
+        with gradsync.no_sync(home):
+            loss = mean_loss(home, micro_batch(rank, 0))
+            if "backward" in inside:
+                loss.backward()
+        if "backward" not in inside:
+            loss.backward()
+    else:
+        loss = mean_loss(home, micro_batch(rank, 0))
+        with gradsync.no_sync(home):
+            loss.backward()
+    if rank == 0 and "uneven" in inside:
+        with gradsync.no_sync(home):
+            mean_loss(home, micro_batch(0, 9)).backward()
+    held = [(0, 0), (1, 0), *([(0, 9)] if "uneven" in inside else [])]
+    twin = small_model()
+    expected = []
+
+    def due(places) -> None:
+        total = sum(mean_loss(twin, micro_batch(*place)) for place in places) / 2
+        expected.append(list(torch.autograd.grad(total, list(twin.parameters()))))
+
+    if then == "accumulating":
+        optimizer.zero_grad()
+        step = gradsync.accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x) * 2)
+        for i in range(4):
+            step(home, optimizer, micro_batch(rank, 1 + i))
+        for i in (1, 3):
+            due([(r, i + k) for r in range(2) for k in range(2)])
+    else:
+        for i in range(3):
+            mean_loss(home, micro_batch(rank, 1 + i)).backward()
+            due([*(held if i == 0 else ()), (0, 1 + i), (1, 1 + i)])
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal_updates(optimizer.seen, expected)
+
+
+@pytest.mark.parametrize("then", ["by hand", "accumulating"])
+def test_no_sync_around_the_very_first_backward_of_a_static_graph(ranks, then):
+    for inside in ("forward and backward", "backward", "forward", "forward and backward, uneven"):
+        ranks(2).run(static_graph_held_first, inside, then)

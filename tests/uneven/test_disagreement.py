@@ -90,6 +90,38 @@ def test_a_rank_without_items_and_without_models_is_named_everywhere(ranks):
         assert ranks(2).run(empty_rank_unknown, True, flush) == ["no error"] * 2
 
 
+def empty_sub_group(named: bool, lengths: list[int], flush: bool) -> str:
+    """The model is that of ranks 0 and 1; rank 2 has a life of its own."""
+    group, rank = dist.new_group([0, 1]), dist.get_rank()
+    if rank == 2:
+        return "no error"
+    model = small_model()
+    home = DDP(model, process_group=group)
+    optimizer = Recorder(model.parameters())
+    step = accumulating(steps=2, **({"model": home, "optimizer": optimizer} if named else {}))(
+        lambda model, optimizer, x: mean_loss(model, x)
+    )
+    try:
+        for x in step.over([micro_batch(rank, i) for i in range(lengths[rank])]):
+            step(home, optimizer, x)
+        if flush:
+            step.flush()
+    except gradsync.GradSyncError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_sub_group_waits_for_nobody_outside(ranks):
+    """Where the models are named, only their ranks meet; where nobody knows them, which ranks these are is not known."""
+    for flush in (False, True):
+        assert ranks(3).run(empty_sub_group, True, [0, 0], flush, limit=20) == ["no error"] * 3
+    assert ranks(3).run(empty_sub_group, True, [3, 0], False, limit=20) == ["no error"] * 3
+    for text in ranks(3).run(empty_sub_group, False, [0, 0], False, limit=20)[:2]:
+        assert "had none" in text and "model=..." in text, text
+    said = ranks(3).run(empty_sub_group, False, [2, 0], False, limit=20)
+    assert all("rank 1 had none" in text for text in said[:2]), said
+
+
 def flushing_an_empty_rank(wrap: str) -> None:
     """A rank that never called the function takes part in its flush, where models and optimizer are named."""
     rank = dist.get_rank()
