@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
 from gradsync.decorator.compressed import DTYPES, Compressed
-from gradsync.decorator.fitted import Fitted
+from gradsync.decorator.fitted import FittedCall
 from gradsync.decorator.last_call import LastCall
 from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.progress import ClosedLosses, Progress
@@ -58,7 +58,7 @@ class Call:
         self.ahead = Overlapped(self, settings.overlap, DTYPES[settings.compress]) if settings.overlap else None
         if self.ahead is not None or settings.compress is not None:
             self.run.crossing = self.ahead or Compressed()
-        self._fitted = None if settings.fit is False else Fitted(settings.fit, self)
+        self._fitted = None if settings.fit is False else FittedCall(settings.fit, self)
         self._instance = _reference(instance)
         self._participants: list[weakref.ref[Any]] = []
         self._schedulers: list[weakref.ref[Any]] = []

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from gradsync._errors import GradSyncError
-from gradsync.engines import find
-from gradsync.parts import Fit, Work, run_in_parts
+from gradsync.functional._fit import Fitted, OneBackward
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gradsync.decorator.call import Call
-    from gradsync.functional import Closing, LossSum, Place, Team
-    from gradsync.functional._run import Begun
+    from gradsync.functional import Closing, Place
     from gradsync.parts import Cut
 
 
-class Fitted:
+class FittedCall:
     """What `fit` remembers between the micro-batches of one `Call`, and how the last of them ran."""
 
     def __init__(self, fit: bool | Cut, call: Call) -> None:  # noqa: FBT001 - its user's
-        self.parts = 1
-        self.rows: int | None = None
-        self._fit = Fit(fit, name=call.name)
+        self._fitted = Fitted(fit, call.name)
         self._call = weakref.ref(call)
-        self._team: Team | None = None  # which is known to allow it
+
+    @property
+    def parts(self) -> int:
+        """In how many the last call ran."""
+        return self._fitted.parts
+
+    @property
+    def rows(self) -> int | None:
+        """Those of its largest part."""
+        return self._fitted.rows
 
     def micro_batch(
         self, place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -39,69 +41,21 @@ class Fitted:
         call = self._call()
         assert call is not None, "it is running"
         run = call.run
-        team = run.fit()
-        if place.index == 0 or team is not self._team:
-            models = run.who.models
-            self._fit.open(models, () if team is self._team else [*team.engines, *find(models)])
-            self._team = team
-        one = _MicroBatch(call, place)
-        work = Work(function, one.backward, team.parameters, scale=one.scaled, held=one.held, begin=one.begin)
+        changes = lambda: call.watch.check(call.name, place.index)  # noqa: E731
+        one = OneBackward(run, place, scaler=call.scaler, changes=changes)
         try:
-            outcome = run_in_parts(work, args, kwargs, self._fit)
+            returned = self._fitted.run(one, function, args, kwargs)
         except BaseException as error:  # noqa: BLE001 - goes on, if it is not to be skipped
-            return None, one.fail(error)
-        self.parts, self.rows = outcome.parts, outcome.rows
+            return None, _fail(call, one, error)
         num_dropped = run.num_dropped
         closing = one.end()
-        return outcome.returned if run.num_dropped == num_dropped else None, closing
+        return returned if run.num_dropped == num_dropped else None, closing
 
 
-class _MicroBatch:
-    """One micro-batch's backward, of which only the last part is the engines'."""
-
-    def __init__(self, call: Call, place: Place) -> None:
-        self._call, self._run, self._place = call, call.run, place
-        self._begun: Begun | None = None
-        self._has_changed = False  # whether gradients of it are accumulated
-
-    def begin(self) -> None:
-        """Gradients change from here on."""
-        if not self._has_changed:
-            self._call.watch.check(self._call.name, self._place.index)
-            self._has_changed = True
-
-    def scaled(self, loss: torch.Tensor | LossSum) -> torch.Tensor:
-        """What the backward of a part begins at."""
-        tensor, seed = self._run.weigh(loss, self._call.scaler)
-        return tensor if seed is None else tensor * seed
-
-    def backward(self, loss: torch.Tensor | LossSum, weight: float, whole: torch.Tensor | LossSum) -> None:
-        """The backward in which the engines synchronise, where it is their time."""
-        tensor, seed = self._run.weigh(loss, self._call.scaler)
-        if weight != 1.0:
-            seed = torch.full_like(tensor, weight) if seed is None else seed * weight
-        self._begun = self._run.begin(self._place, whole)
-        for engine in self._begun.order.armed:
-            engine.arm(tensor)
-        tensor.backward(seed)
-
-    def held(self) -> ExitStack:
-        """What is run after that has failed half-way."""
-        stack = ExitStack()
-        for engine in () if self._begun is None else self._begun.order.armed:
-            stack.enter_context(engine.holding_armed())
-        return stack
-
-    def end(self) -> Closing | None:
-        """All parts have run."""
-        assert self._begun is not None, "the last part's backward was the engines'"
-        return self._run.end(self._begun)
-
-    def fail(self, error: BaseException) -> Closing | None:
-        """A part failed, and not for lack of memory, or could not be cut."""
-        run = self._run
-        if self._begun is not None:
-            return run.end(self._begun, error)
-        if not isinstance(error, self._call.settings.skip) or isinstance(error, GradSyncError) or is_lost(error):
-            raise error
-        return run.spoil(self._place, error) if self._has_changed else run.drop(self._place)
+def _fail(call: Call, one: OneBackward, error: BaseException) -> Closing | None:
+    """A part failed, and not for lack of memory, or could not be cut."""
+    if one.begun is not None:
+        return one.end(error)
+    if not isinstance(error, call.settings.skip) or isinstance(error, GradSyncError) or is_lost(error):
+        raise error
+    return call.run.spoil(one.place, error) if one.has_changed else call.run.drop(one.place)

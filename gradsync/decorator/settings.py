@@ -66,11 +66,6 @@ class Settings:
         check(self.compress)
         if self.fit is not False:
             Fit(self.fit)  # which raises for what it cannot be
-            if self.overlap or self.compress:
-                raise ValueError(
-                    "fit runs a boundary in parts, and overlap and compress have its gradients travel in a way of "
-                    "their own, but both came. Leave one of them out."
-                )
         self.terms()  # which looks at the steps
         check_settings(self.overlap, self.steps, sync=self.sync)
 

@@ -53,15 +53,18 @@ An exception would be `run.discard()`. On engines whose forward communicates, a 
 micro-batch run once more, and `run.repeat(place, loss)`.
 
 Smaller parts stand alone: arithmetic (`window_size`, `sizes`, `correction`), gradients (`normalise`, `clip`, `norm`,
-`all_finite`, `discard`), engines (`no_sync`, `sync_gradients`), the update (`update`), a whole loop (`sync_every`).
+`all_finite`, `discard`), engines (`no_sync`, `sync_gradients`), the update (`update`), a whole loop (`sync_every`),
+micro-batches that do not fit in memory in such a loop (`fit`), and how large one may be (`rows_that_fit`).
 """
 
+from gradsync.functional._fit import Fitting, fit
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
 from gradsync.functional._iterator import MicroStep, sync_every
 from gradsync.functional._loop import Loop, Turn
 from gradsync.functional._loss import LossSum, detach, find_loss
 from gradsync.functional._no_sync import no_sync
 from gradsync.functional._place import Part, Place
+from gradsync.functional._rows import rows_that_fit
 from gradsync.functional._run import Run, Terms, Who
 from gradsync.functional._share import Closing, Share
 from gradsync.functional._steps import Steps, correction, sizes, window_size
@@ -84,6 +87,7 @@ from gradsync.functional._window import Window
 
 __all__ = [
     "Closing",
+    "Fitting",
     "Loop",
     "LossSum",
     "MicroStep",
@@ -107,6 +111,7 @@ __all__ = [
     "detach",
     "discard",
     "find_loss",
+    "fit",
     "length",
     "move",
     "no_sync",
@@ -114,6 +119,7 @@ __all__ = [
     "normalise",
     "owned",
     "refuse_nonfinite",
+    "rows_that_fit",
     "sizes",
     "step_optimizers",
     "sync_every",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -125,11 +126,15 @@ class Departure:
 
 
 class Begun(NamedTuple):
-    """A backward that its driver runs by itself: how it synchronises, and the table that has left before it."""
+    """A backward that its driver runs by itself: how it synchronises, and the table that has left before it.
+
+    `crossing` is what its synchronisation is inside of, entered already.
+    """
 
     place: Place
     order: Order
     departure: Departure
+    crossing: ExitStack
 
 
 class Run:
@@ -254,7 +259,10 @@ class Run:
         departure = Departure(self._send)
         with WaitingFor(self.what):
             order = self._order_of_boundary(departure) if place.last else self._order_of_held()
-        return Begun(place, order, departure)
+        crossing = ExitStack()
+        if place.last:
+            crossing.enter_context(self.crossing.across(window))
+        return Begun(place, order, departure, crossing)
 
     def end(self, begun: Begun, error: BaseException | None = None) -> Closing | None:
         """That backward has ended, in `error` if it failed; what follows is as in `backward`."""
@@ -268,7 +276,7 @@ class Run:
             raise error
 
         if begun.place.last:
-            return self._closed(begun.departure, conclude)
+            return self._closed(begun.departure, conclude, begun.crossing)
         try:
             conclude()
         except self.terms.skip as failure:
@@ -441,14 +449,17 @@ class Run:
     def _closing(self, synchronise: Callable[[Order], None]) -> Closing:
         """Synchronise the window: the table leaves first, then what `synchronise` does."""
         departure = Departure(self._send)
-        return self._closed(departure, lambda: synchronise(self._order_of_boundary(departure)))
+        crossing = self.crossing.across(self._open_window)
+        return self._closed(departure, lambda: synchronise(self._order_of_boundary(departure)), crossing)
 
-    def _closed(self, departure: Departure, synchronise: Callable[[], None]) -> Closing:
+    def _closed(
+        self, departure: Departure, synchronise: Callable[[], None], crossing: AbstractContextManager[Any]
+    ) -> Closing:
         """What came to the window once it is synchronised; the table leaves, or has left, with `departure`."""
         window = self._open_window
         with WaitingFor(self.what):
             try:
-                with self.crossing.across(window):
+                with crossing:
                     synchronise()
             except BaseException as error:
                 if not is_lost(error):

@@ -46,6 +46,8 @@ class Plan:
     sums: bool = False  # whether losses are sums, over another number of items in each micro-batch
     broken: tuple[tuple[int, int], ...] = ()  # (rank, index) of micro-batches that bring nothing
     infinite: tuple[tuple[int, int], ...] = ()  # (rank, index) of those whose loss is no number
+    compress: bool = False  # whether gradients travel in bfloat16; simulated for 2 ranks, whose sum has one order
+    steps: int = 3  # what windows are planned for
 
     def weight(self, rank: int, index: int) -> int:
         """What a micro-batch's loss is a sum over; 1 for means."""
@@ -202,8 +204,8 @@ def simulate(plan: Plan) -> list[list[torch.Tensor]]:
         weights = [sum(plan.weight(rank, taken[rank] + index) for index in range(counts[rank])) for rank in ranks]
         travelling = []
         for gradients in zip(*own):
-            used = [g for g in gradients if g is not None]
-            travelling.append(sum(used) / sum(weights) if used and sum(weights) else None)
+            used = any(g is not None for g in gradients) and sum(weights)
+            travelling.append(mean_over_ranks(plan, gradients, sum(weights)) if used else None)
         for rank in ranks:
             taken[rank] += counts[rank]
             ahead[rank] = model
@@ -218,6 +220,16 @@ def simulate(plan: Plan) -> list[list[torch.Tensor]]:
         step(model, optimizer, travelling)
         seen.append(parameters_of(model))
     return seen
+
+
+def mean_over_ranks(plan: Plan, gradients, total: float) -> torch.Tensor:
+    """Of each rank's sum, None for nothing, over `total` micro-batches or items."""
+    if not plan.compress:
+        return sum(g for g in gradients if g is not None) / total
+    zeros = torch.zeros_like(next(g for g in gradients if g is not None))
+    planned, num_ranks = 1 if plan.sums else plan.steps, len(gradients)
+    shares = [((zeros if g is None else g) / planned).bfloat16() / num_ranks for g in gradients]
+    return sum(shares).double() * (planned * num_ranks / total)
 
 
 def is_finite(gradients) -> bool:
