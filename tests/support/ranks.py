@@ -18,6 +18,9 @@ from datetime import timedelta
 TIME_LIMIT = 60.0  # seconds a case may take
 GROUP_TIMEOUT = timedelta(seconds=40)  # shorter, so that a rank can say what it waited for
 
+# Imported once, before the ranks are forked: the first optimizer brings in torch._dynamo, which takes seconds.
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch._dynamo", "gradsync", "tests.support.ranks"]
+
 
 class RankError(AssertionError):
     """A case failed on some rank; the text has that rank's traceback."""
@@ -69,7 +72,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "gradsync", "tests.support.ranks"])
+        context.set_forkserver_preload(PRELOADED)
         init = os.path.join(tempfile.mkdtemp(prefix="gradsync-ranks-"), "store")
         for rank in range(self.size):
             here, there = context.Pipe()
