@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
+from gradsync.decorator.body import Body
 from gradsync.decorator.compressed import DTYPES, Compressed
 from gradsync.decorator.fitted import FittedCall
-from gradsync.decorator.last_call import LastCall
 from gradsync.decorator.overlapped import Overlapped
-from gradsync.decorator.progress import ClosedLosses, Progress
-from gradsync.decorator.watches import ForwardWatch, GradientWatch, StepGuard, check_first
-from gradsync.functional import (
-    Part,
-    Run,
-    Update,
-    Who,
-    bare_optimizer,
-    check_steppable,
-    detach,
-    find_loss,
-    move,
-    refuse_nonfinite,
-    step_optimizers,
-    zero,
-)
+from gradsync.decorator.record import Record
+from gradsync.decorator.updates import Updates
+from gradsync.decorator.watches import GradientWatch, StepGuard
+from gradsync.functional import Part, Run, Who, bare_optimizer, check_steppable, detach
 from gradsync.ranks.lost import is_lost, lost
-from gradsync.ranks.meet import meet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import torch
-    from torch.amp import GradScaler
+    from collections.abc import Callable, Sequence
 
     from gradsync.decorator.casting import Cast
+    from gradsync.decorator.progress import Progress
     from gradsync.decorator.settings import Settings
-    from gradsync.functional import Closing, Loop, LossSum, Place, Team
+    from gradsync.functional import Closing, Loop, Place
 
 
 class Call:
@@ -51,22 +35,19 @@ class Call:
         self.settings = settings
         self.run = Run(name, settings.terms(), order)
         self.thread: int | None = None  # that of the last call
-        self.num_steps = self.num_updates = self.num_skipped = self.num_replays = 0
         self.watch = GradientWatch()
-        self.closed: ClosedLosses | None = None
+        self._instance = _reference(instance)
+        self.record = Record(self.run, settings.on_update, self._instance)
+        self._updates = Updates(self.run, settings, self.record, self.watch)
+        self._body = Body(self.run, settings.skip)
         # What travels while the next window computes; None where everything is exact.
-        self.ahead = Overlapped(self, settings.overlap, DTYPES[settings.compress]) if settings.overlap else None
+        self.ahead = Overlapped(self._updates, DTYPES[settings.compress]) if settings.overlap else None
         if self.ahead is not None or settings.compress is not None:
             self.run.crossing = self.ahead or Compressed()
-        self._fitted = None if settings.fit is False else FittedCall(settings.fit, self)
-        self._instance = _reference(instance)
+        self._fitted = None if settings.fit is False else FittedCall(settings.fit, self._updates, self.watch)
         self._participants: list[weakref.ref[Any]] = []
-        self._schedulers: list[weakref.ref[Any]] = []
-        self._scaler: weakref.ref[GradScaler] | None = None
         self.ends: list[weakref.ref[Any]] = []  # which tell that an optimizer is gone
-        self._has_met_forward = False
-        self._updating = self._running = False
-        self._made = self._making = Update(stepped=False, grad_norm=None)
+        self._running = False
         for one in (*cast.optimizers, *cast.schedulers):
             check_steppable(one)
         for optimizer in cast.optimizers:
@@ -107,40 +88,17 @@ class Call:
         if not same:
             self.run.who = Who(cast.models, cast.optimizers)
         self._participants = [weakref.ref(one) for one in participants]
-        self._schedulers = [weakref.ref(scheduler) for scheduler in cast.schedulers]
-        self._scaler = None if cast.scaler is None else weakref.ref(cast.scaler)
-
-    @property
-    def scaler(self) -> GradScaler | None:
-        """The scaler, if there is one."""
-        return None if self._scaler is None else self._scaler()
+        self._updates.bind(cast)
 
     @property
     def guarded(self) -> bool:
         """Whether an optimizer step of somebody else's would use half a window."""
-        return not self._updating and (self.run.index > 0 or self._running)
+        return not self._updates.is_stepping and (self.run.index > 0 or self._running)
 
     @property
     def progress(self) -> Progress:
         """A record of where this stands."""
-        window = self.run.window
-        return Progress(
-            micro_steps=self.num_steps,
-            updates=self.num_updates,
-            window=self.run.number,
-            index=self.run.index,
-            size=self._size if window is None else window.size,
-            stepped=self._made.stepped,
-            skipped=self.num_skipped,
-            dropped=self.run.num_dropped,
-            replays=self.num_replays,
-            parts=1 if self._fitted is None else self._fitted.parts,
-            rows=None if self._fitted is None else self._fitted.rows,
-            grad_norm=self._made.grad_norm,
-            _losses=self.closed,
-        )
-
-    _size = 0  # of the last window
+        return self.record.progress
 
     # -- a call -----------------------------------------------------------------------------------------------------
 
@@ -167,14 +125,18 @@ class Call:
                     returned, loss = self._body(function, args, kwargs, team)
                     waiting = True
                     if loss is not None:
+                        self.watch.check(self.name, run.index)
                         num_dropped = run.num_dropped
-                        closing = run.backward(place, loss, scaler=self.scaler)
+                        closing = run.backward(place, loss, scaler=self._updates.scaler)
                         returned = detach(returned, loss) if run.num_dropped == num_dropped else None
                         if team.forward_communicates:
-                            self._remember(function, args, kwargs, loop)
+                            self._body.remember(function, args, kwargs, loop)
+                    elif team.in_step:
+                        run.note_dropped()
+                        closing = self._run_again(place)
                     else:
-                        closing = self._repeat(place) if team.in_step else run.drop(place)
-            self.num_steps += 1
+                        closing = run.drop(place)
+            self.record.num_steps += 1
             self._end_place(closing)
         except BaseException as error:
             self.discard()
@@ -186,65 +148,10 @@ class Call:
         self._tell(closing)
         return returned
 
-    def _body(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], team: Team
-    ) -> tuple[Any, torch.Tensor | LossSum | None]:
-        """What the function returned, and its loss; None and None for a micro-batch that is dropped."""
-        if not self.settings.skip:
-            returned = function(*args, **kwargs)
-            loss = find_loss(returned)
-        else:
-            began = ForwardWatch(
-                self.run.who.models if team.forward_communicates else (),
-                lambda: self._meet_at_first_forward(team, runs=True),
-            )
-            try:
-                with began:
-                    returned = function(*args, **kwargs)
-                    loss = find_loss(returned)
-            except self.settings.skip as error:
-                if isinstance(error, GradSyncError) or is_lost(error):
-                    raise  # misuse is never skipped
-                if began:
-                    raise GradSyncError(
-                        f"{self.name} can drop a micro-batch on a sharded engine only before its model is called, for "
-                        f"the other ranks wait in the model's forward, but {type(error).__name__} came after that. "
-                        "Check the data before the forward."
-                    ) from error
-                if team.in_step:
-                    self._meet_at_first_forward(team, runs=False)
-                return None, None
-        self.watch.check(self.name, self.run.index)
-        return returned, loss
-
-    def _meet_at_first_forward(self, team: Team, *, runs: bool) -> None:
-        """Where forwards communicate and may be dropped: hear, before the first, whether every rank runs it."""
-        if not self._has_met_forward:
-            self._has_met_forward = True
-            said = meet(team.group, f"the first forward of {self.name}", {"runs": runs})
-            check_first([one["runs"] for one in said], self.name)
-
-    def _remember(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], loop: Loop | None
-    ) -> None:
-        """A good micro-batch, to repeat."""
-        self.run.last = LastCall(function, args, kwargs)
-        if loop is not None:
-            loop.kept[self.run] = args, kwargs
-
-    def _repeat(self, place: Place) -> Closing | None:
-        """Run the last call once more in place of one that is dropped: the other ranks wait in its forward."""
-        self.run.note_dropped()
-        return self._run_again(place)
-
     def _run_again(self, place: Place) -> Closing | None:
-        if not self.run.can_repeat:
-            raise GradSyncError(
-                f"A rank whose engine communicates in forward repeats its last call of {self.name} where it has no "
-                "micro-batch to run, but it has had none yet. See to it that its first micro-batch is a good one."
-            )
-        self.num_replays += 1
-        return self.run.repeat(place, find_loss(self.run.last()))
+        loss = self._body.again()
+        self.record.num_replays += 1
+        return self.run.repeat(place, loss)
 
     # -- without a call ---------------------------------------------------------------------------------------------
 
@@ -292,10 +199,16 @@ class Call:
         if self.ahead is not None:
             self.ahead.go_back()
         if self.run.window is not None:
-            self._size = self.run.window.size
+            self.record.size = self.run.window.size
         self.run.discard()
-        self._made = self._made._replace(stepped=False)
+        self.record.note_held()
         self.watch.forget()
+
+    def begin_anew(self) -> None:
+        """Go back to before the first call."""
+        self.discard()
+        self.record.begin_anew()
+        self.run.go_on_from(0, 0)
 
     # -- a boundary -------------------------------------------------------------------------------------------------
 
@@ -304,96 +217,20 @@ class Call:
             self._close(closing)
         else:
             self.watch.remember()
-            self._made = self._made._replace(stepped=False)
+            self.record.note_held()
             if self.ahead is not None:
                 self.ahead.go_on(self.run.index)
 
     def _close(self, closing: Closing) -> None:
-        """The gradients are synchronised: make the update, or what `tail` says."""
-        run, settings = self.run, self.settings
-        window = run.window
-        assert window is not None, "it is closed below"
+        """The gradients are synchronised: make the update, or send it on its way."""
         if not closing.is_window:
             self.settle()
             self.discard()  # the data ended at a boundary
-            return
-        if self._travels:
-            assert self.ahead is not None, "it does"
-            self._made = self._made._replace(stepped=False)
+        elif self.ahead is not None and self._travels:
+            self.record.note_held()
             self.ahead.close(closing)
-            return
-        team = window.team
-        closed, self._making = ClosedLosses(window, closing), Update(stepped=False, grad_norm=None)
-        is_dropped = closing.factor is None or (settings.tail == "drop" and not closing.filled)
-        try:
-            if closing.factor is None or is_dropped:
-                team.drop_gradients()
-            else:
-                if window.scale is not None and self.scaler is not None:
-                    window.scale.correct(team.parameters, self.scaler)
-                self.step(team, closing.factor)
-        finally:
-            self._clear(team)
-            self.end_window()
-            self._note(self._making, closed)  # an update, also where a scheduler failed after it
-        if not is_dropped:
-            refuse_nonfinite(self._making, settings.nonfinite)
-
-    def step(self, team: Team, factor: float) -> Update:
-        """Make the update with synchronised gradients, and move the schedulers; the gradients are gone then."""
-        try:
-            with self.updating():
-                self._making = made = step_optimizers(
-                    self.run.who.optimizers,
-                    scaler=self.scaler,
-                    clip_norm=self.settings.clip_norm,
-                    factor=factor,
-                    nonfinite=self.settings.nonfinite,
-                    spread=team.spread,
-                )
-                if made.stepped:
-                    move(one for ref in self._schedulers if (one := ref()) is not None)
-        finally:
-            self._clear(team)
-        return made
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """A step inside is ours."""
-        found, self._updating = self._updating, True
-        try:
-            yield
-        finally:
-            self._updating = found
-
-    def end_window(self) -> None:
-        """The window that has synchronised is over, though its update may be still to come."""
-        window = self.run.window
-        assert window is not None, "it ends here"
-        self._size = window.size
-        self.run.close()
-        self.watch.forget()
-
-    def note_update(self, made: Update, closed: ClosedLosses) -> None:
-        """A window's gradients have landed, and its update was made: tell of it."""
-        self._note(made, closed)
-        refuse_nonfinite(made, self.settings.nonfinite)
-        self._tell_update()
-
-    def note_skipped(self, closed: ClosedLosses) -> None:
-        """A window has closed without an update, beside one that may have landed."""
-        self.num_skipped += 1
-        self.closed = closed
-
-    def _note(self, made: Update, closed: ClosedLosses) -> None:
-        self.num_updates += made.stepped
-        self.num_skipped += not made.stepped
-        self._made, self.closed = made, closed
-
-    def _clear(self, team: Team) -> None:
-        zero(self.run.who.optimizers)
-        for parameter in team.unowned:
-            parameter.grad = None
+        else:
+            self._updates.close(closing)
 
     @property
     def _travels(self) -> bool:
@@ -403,25 +240,7 @@ class Call:
     def _tell(self, closing: Closing | None) -> None:
         """Tell of the update of a window that has closed just now."""
         if closing is not None and not self._travels:
-            self._tell_update()
-
-    def _tell_update(self) -> None:
-        """Call the user's `on_update` after an update."""
-        on_update = self.settings.on_update
-        if on_update is None or not self._made.stepped:
-            return
-        instance = self._instance()
-        if instance is None:
-            on_update(self.progress)
-        else:
-            on_update(instance, self.progress)
-
-    def begin_anew(self) -> None:
-        """Go back to before the first call."""
-        self.discard()
-        self.num_steps = self.num_updates = self.num_skipped = self.num_replays = 0
-        self.run.number = self.run.num_dropped = 0
-        self._made, self.closed = Update(stepped=False, grad_norm=None), None
+            self.record.tell()
 
 
 def _reference(instance: object) -> Callable[[], object]:

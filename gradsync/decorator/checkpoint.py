@@ -131,10 +131,11 @@ def load(call: Call, state: Mapping[str, Any], *, dry: bool = False) -> None:
         check_state(state, call.name, call.settings.steps, (team.rank, team.num_ranks), names)
         return
     call.begin_anew()
-    call.num_steps, call.num_updates, call.num_skipped, call.num_replays = (
+    record = call.record
+    record.num_steps, record.num_updates, record.num_skipped, record.num_replays = (
         state[name] for name in ("micro_steps", "updates", "skipped", "replays")
     )
-    run.number, run.num_dropped = state["window"], state["dropped"]
+    run.go_on_from(state["window"], state["dropped"])
     if state["index"]:
         window = run.open(team)
         window.load(state["open"], state["index"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
@@ -12,50 +11,44 @@ from gradsync.ranks.lost import is_lost
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gradsync.decorator.call import Call
+    from gradsync.decorator.updates import Updates
+    from gradsync.decorator.watches import GradientWatch
     from gradsync.functional import Closing, Place
     from gradsync.parts import Cut
 
 
 class FittedCall:
-    """What `fit` remembers between the micro-batches of one `Call`, and how the last of them ran."""
+    """Runs the micro-batches of one call, and remembers between them what fits."""
 
-    def __init__(self, fit: bool | Cut, call: Call) -> None:  # noqa: FBT001 - its user's
-        self._fitted = Fitted(fit, call.name)
-        self._call = weakref.ref(call)
-
-    @property
-    def parts(self) -> int:
-        """In how many the last call ran."""
-        return self._fitted.parts
-
-    @property
-    def rows(self) -> int | None:
-        """Those of its largest part."""
-        return self._fitted.rows
+    def __init__(self, fit: bool | Cut, updates: Updates, watch: GradientWatch) -> None:  # noqa: FBT001 - its user's
+        self._fitted = Fitted(fit, updates.run.name)
+        self._updates = updates
+        self._watch = watch
 
     def micro_batch(
         self, place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Closing | None]:
         """Run the user's function and its backward; returns what it returned (None where it is dropped)."""
-        call = self._call()
-        assert call is not None, "it is running"
-        run = call.run
-        changes = lambda: call.watch.check(call.name, place.index)  # noqa: E731
-        one = OneBackward(run, place, scaler=call.scaler, changes=changes)
+        run, record = self._updates.run, self._updates.record
+
+        def changes() -> None:
+            self._watch.check(run.name, place.index)
+
+        one = OneBackward(run, place, scaler=self._updates.scaler, changes=changes)
         try:
             returned = self._fitted.run(one, function, args, kwargs)
         except BaseException as error:  # noqa: BLE001 - goes on, if it is not to be skipped
-            return None, _fail(call, one, error)
+            return None, self._fail(one, error)
+        record.parts, record.rows = self._fitted.parts, self._fitted.rows
         num_dropped = run.num_dropped
         closing = one.end()
         return returned if run.num_dropped == num_dropped else None, closing
 
-
-def _fail(call: Call, one: OneBackward, error: BaseException) -> Closing | None:
-    """A part failed, and not for lack of memory, or could not be cut."""
-    if one.begun is not None:
-        return one.end(error)
-    if not isinstance(error, call.settings.skip) or isinstance(error, GradSyncError) or is_lost(error):
-        raise error
-    return call.run.spoil(one.place, error) if one.has_changed else call.run.drop(one.place)
+    def _fail(self, one: OneBackward, error: BaseException) -> Closing | None:
+        """A part failed, and not for lack of memory, or could not be cut."""
+        if one.begun is not None:
+            return one.end(error)
+        if not isinstance(error, self._updates.settings.skip) or isinstance(error, GradSyncError) or is_lost(error):
+            raise error
+        run = self._updates.run
+        return run.spoil(one.place, error) if one.has_changed else run.drop(one.place)

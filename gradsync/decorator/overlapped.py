@@ -16,7 +16,6 @@ from gradsync._registry import TRAVELLING
 from gradsync.decorator.compressed import Compressed, travels_of
 from gradsync.decorator.progress import ClosedLosses
 from gradsync.functional import bare_optimizer
-from gradsync.functional._share import SUMS
 from gradsync.overlap import check_ddp, check_optimizers, check_scaler, depart, go_back, landing, step_ahead
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from gradsync.decorator.call import Call
+    from gradsync.decorator.updates import Updates
     from gradsync.functional import Closing, Run, Team, Window
     from gradsync.overlap import Flight, InFlight
     from gradsync.overlap.saved import Saved
@@ -50,10 +49,10 @@ class _Leg:
 class Overlapped:
     """The windows of one call that are between their boundary and their update."""
 
-    def __init__(self, call: Call, num_beside: int, dtype: torch.dtype | None) -> None:
-        """`num_beside` micro-batches run while gradients travel, in `dtype`, None for their own."""
-        self._call = weakref.ref(call)
-        self._num_beside = num_beside
+    def __init__(self, updates: Updates, dtype: torch.dtype | None) -> None:
+        """Gradients travel in `dtype`, None for their own."""
+        self._updates = weakref.ref(updates)  # whose run has this for its crossing
+        self._num_beside = updates.settings.overlap  # micro-batches that run while gradients travel
         self._dtype = dtype
         self._flights: Sequence[Flight] = ()  # of the window that closes
         self._ddps: Sequence[DistributedDataParallel] = ()
@@ -68,7 +67,7 @@ class Overlapped:
     @property
     def run(self) -> Run:
         """Whose windows these are."""
-        return self._its_call.run
+        return self._its_updates.run
 
     @property
     def ids(self) -> frozenset[int]:
@@ -85,11 +84,10 @@ class Overlapped:
         """Raise where gradients cannot travel; as a window opens, on every rank."""
         if team.num_ranks == 1:
             return
-        call = self._its_call
-        check_scaler(call.scaler)
+        check_scaler(self._its_updates.scaler)
         if team is self._checked:
             return
-        check_optimizers(call.run.who.optimizers)
+        check_optimizers(self.run.who.optimizers)
         if self._dtype is not None:
             Compressed().check(team)
         for engine in team.engines:
@@ -104,9 +102,9 @@ class Overlapped:
         left = [one for one in team.parameters if one.requires_grad and id(one) not in covered]
         if left:
             raise GradSyncError(
-                f"overlap needs the gradients of all parameters of {call.name} to travel, but {len(left)} of them, of "
-                f"shape {', '.join(str(list(one.shape)) for one in left[:3])}, are in no DistributedDataParallel: they "
-                "are DTensors, or left out of it. Use overlap=0."
+                f"overlap needs the gradients of all parameters of {self.run.name} to travel, but {len(left)} of them, "
+                f"of shape {', '.join(str(list(one.shape)) for one in left[:3])}, are in no DistributedDataParallel: "
+                "they are DTensors, or left out of it. Use overlap=0."
             )
         self._checked = team
 
@@ -145,23 +143,22 @@ class Overlapped:
 
     def close(self, closing: Closing) -> None:
         """The gradients of the call's window have departed: land those before them, and make a provisional update."""
-        call = self._its_call
-        window = call.run.window
+        updates = self._its_updates
+        window = updates.run.window
         assert window is not None, "it is closed here"
         team = window.team
         closed = ClosedLosses(window, closing)
-        if closing.factor is None or (call.settings.tail == "drop" and not closing.filled):
+        if closing.factor is None or not updates.keeps(closing):
             self._drop()
             team.drop_gradients()
-            call.end_window()
+            updates.end_window()
             self._land()
-            call.note_skipped(closed)
+            updates.record.note_skipped(closed)
             return
-        own_factor = _own_factor(window, closing)
-        self._closing = _Leg(self._flights, self._ddps, team, closing.factor, own_factor, closed)
+        self._closing = _Leg(self._flights, self._ddps, team, closing.factor, closing.own_factor, closed)
         self._flights, self._ddps = (), ()
         TRAVELLING.add(self)
-        call.end_window()
+        updates.end_window()
         try:
             self._land()
         except BaseException:
@@ -195,21 +192,21 @@ class Overlapped:
         TRAVELLING.discard(self)
 
     def _depart(self, *, ahead: bool) -> None:
-        call, leg = self._its_call, self._closing
+        updates, leg = self._its_updates, self._closing
         if leg is None:
             return
-        who, self._closing = call.run.who, None
+        who, self._closing = updates.run.who, None
         optimizers = [bare_optimizer(one) for one in who.optimizers]
         in_flight = replace(depart(leg.flights, optimizers, who.models, self.settle), spare=self._memory)
         self._memory, leg.in_flight = None, in_flight
         self._legs.append(leg)
         self._has_gone_back = self._has_gone_back or not ahead
-        with call.updating():
+        with updates.stepping():
             leg.in_flight = step_ahead(
                 in_flight,
                 factor=leg.own_factor if ahead else None,
-                clip_norm=call.settings.clip_norm,
-                nonfinite=call.settings.nonfinite,
+                clip_norm=updates.settings.clip_norm,
+                nonfinite=updates.settings.nonfinite,
             )
 
     def _land(self) -> None:
@@ -217,12 +214,12 @@ class Overlapped:
             leg = self._legs[0]
             in_flight = leg.in_flight
             assert in_flight is not None, "it has departed"
-            call, arrived = self._its_call, False
+            updates, arrived = self._its_updates, False
             try:
-                with landing(in_flight), call.updating():
+                with landing(in_flight), updates.stepping():
                     arrived = True
                     self._arrived(leg)
-                    made = call.step(leg.team, leg.factor)
+                    made = updates.step(leg.team, leg.factor)
             except BaseException:
                 if not arrived:
                     self.go_back()
@@ -235,7 +232,7 @@ class Overlapped:
             for later in self._legs:
                 assert later.in_flight is not None, "it has departed"
                 later.in_flight.watch.note()
-            call.note_update(made, leg.closed)
+            updates.note_landed(made, leg.closed)
 
     def _arrived(self, leg: _Leg) -> None:
         self._legs.remove(leg)
@@ -249,18 +246,10 @@ class Overlapped:
         self._flights, self._ddps = (), ()
 
     @property
-    def _its_call(self) -> Call:
-        call = self._call()
-        assert call is not None, "it has this"
-        return call
-
-
-def _own_factor(window: Window, closing: Closing) -> float | None:
-    """What makes the sum of this rank's own gradients its mean: each loss that is a mean was divided by `size`."""
-    over = float(closing.own_divisor)  # counts, or micro-batches
-    if not over:
-        return None
-    return (1.0 if window.kind == SUMS else window.size) / over
+    def _its_updates(self) -> Updates:
+        updates = self._updates()
+        assert updates is not None, "their call has this"
+        return updates
 
 
 def _count(ddps: Sequence[DistributedDataParallel], more: int) -> None:

@@ -281,7 +281,7 @@ class Registry:
     def _load_waiting(self, key: Key, call: Call, cast: Cast) -> None:
         """Give a window that is called for the first time the state that waits for it."""
         waiting = self._loaded.get(key)
-        if not waiting or call.num_steps:
+        if not waiting or call.record.num_steps:
             return
         with _keeping_buffers(cast.models if waiting[0]["index"] else ()):
             call.run.fit()

@@ -65,12 +65,13 @@ from gradsync.functional._loss import LossSum, detach, find_loss
 from gradsync.functional._no_sync import no_sync
 from gradsync.functional._place import Part, Place
 from gradsync.functional._rows import rows_that_fit
-from gradsync.functional._run import Run, Terms, Who
+from gradsync.functional._run import Begun, Run
 from gradsync.functional._share import Closing, Share
 from gradsync.functional._steps import Steps, correction, sizes, window_size
 from gradsync.functional._stream import length, with_last
 from gradsync.functional._sync_gradients import sync_gradients
 from gradsync.functional._team import Team
+from gradsync.functional._terms import Terms, Who
 from gradsync.functional._update import (
     NonFinite,
     Update,
@@ -86,6 +87,7 @@ from gradsync.functional._update import (
 from gradsync.functional._window import Window
 
 __all__ = [
+    "Begun",
     "Closing",
     "Fitting",
     "Loop",

@@ -17,8 +17,9 @@ from gradsync.functional._loop import Loop
 from gradsync.functional._loss import LossSum
 from gradsync.functional._no_sync import check_modules
 from gradsync.functional._place import Part, Place
-from gradsync.functional._run import Run, Terms, Who
+from gradsync.functional._run import Run
 from gradsync.functional._stream import length, with_last
+from gradsync.functional._terms import Terms, Who
 from gradsync.ranks.group import require_group
 from gradsync.ranks.lost import waited
 from gradsync.ranks.meet import insist, meet

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
+from gradsync.functional._exchange import alike
 from gradsync.functional._place import Part
 from gradsync.functional._share import NOBODY, Share
 from gradsync.ranks.line import device_of
@@ -35,6 +36,37 @@ class Turn(NamedTuple):
 
     run: Run
     place: Place
+
+
+class _Lane:
+    """What a loop is to one of its runs, and what the run's share of a window travels by: always in a table."""
+
+    is_of_ends = True
+
+    def __init__(self, loop: Loop, run: Run) -> None:
+        self._loop = loop
+        self._run = run
+
+    def enter(self) -> None:
+        self._loop.enter(self._run)
+
+    def ends(self) -> bool:
+        return self._loop.ends(self._run)
+
+    def plan(self, window: Window) -> None:
+        self._loop.plan(self._run, window)
+
+    def send(self, window: Window) -> Sent | None:
+        if window.team.num_ranks == 1:
+            return None
+        return window.team.line.send(self._loop.share(self._run, window).row())
+
+    def shares(self, window: Window, sent: Sent | None) -> list[Share]:
+        return alike(window) if sent is None else self._loop.hear(self._run, window, sent)
+
+    @property
+    def due(self) -> Sequence[bool]:
+        return self._loop.due
 
 
 class Loop:
@@ -62,6 +94,10 @@ class Loop:
         self._shares: Sequence[Share] = ()  # what the ranks said last
         self._planned: int | None = None  # calls in the open window, where ranks go in step and need not ask
         self._due: list[bool] = []
+
+    def lane(self, run: Run) -> _Lane:
+        """What this loop is to one of its runs."""
+        return _Lane(self, run)
 
     # -- this rank's data -------------------------------------------------------------------------------------------
 
@@ -228,7 +264,7 @@ class Loop:
         return self._run_of(min(opened) if closing == NOBODY else closing, shares)
 
     def _stand_in(self, run: Run, part: Part, *, last: bool) -> Place:
-        run.follow(self)
+        run.follow(self.lane(run))
         return run.stand_in(part, last=last)
 
     def _next_in_step(self) -> Turn | None:

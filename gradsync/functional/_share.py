@@ -98,6 +98,15 @@ class Closing:
         return share.count if share.kind == SUMS else share.num_micro_batches
 
     @property
+    def own_factor(self) -> float | None:
+        """What makes the sum of this rank's own gradients their mean; None if they weigh nothing.
+
+        A loss that is a mean was divided by the planned size before its backward, and a sum by nothing.
+        """
+        share, over = self.shares[self.rank], float(self.own_divisor)
+        return (1.0 if share.kind == SUMS else share.size) / over if over else None
+
+    @property
     def is_of_sums(self) -> bool:
         """Whether the losses were sums, on the ranks that had any."""
         return any(share.kind == SUMS for share in self.shares)

@@ -15,6 +15,7 @@ from gradsync.functional._backward import Hold
 from gradsync.functional._bystanders import Bystanders
 from gradsync.functional._gradients import discard
 from gradsync.functional._scene import Scene
+from gradsync.functional._share import NOTHING
 from gradsync.functional._update import owned
 from gradsync.ranks.group import require_group
 from gradsync.ranks.line import Line
@@ -48,6 +49,9 @@ class Team:
     ) -> None:
         require_group(name)
         rest(models)
+        self.name = name
+        self.kind = NOTHING  # of losses, once the ranks have agreed on it without a table
+        self.seeds: dict[Any, torch.Tensor] = {}  # what backwards begin with, by what it depends on
         mine = list(owned(optimizers))
         ids = set(map(id, mine))
         trained = [m for m in models if not optimizers or any(id(p) in ids for p in m.parameters())]

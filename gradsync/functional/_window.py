@@ -10,6 +10,7 @@ from gradsync._errors import GradSyncError
 from gradsync.functional._count import Count
 from gradsync.functional._loss import LossSum, check_loss
 from gradsync.functional._share import MEANS, NOBODY, NOTHING, SUMS, Share
+from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -27,13 +28,13 @@ class Window:
     """
 
     __slots__ = (
-        "_seeds",
         "active",
         "count",
         "failed",
         "index",
         "kind",
         "losses",
+        "num_dropped",
         "num_micro_batches",
         "num_own",
         "number",
@@ -42,7 +43,7 @@ class Window:
         "team",
     )
 
-    def __init__(self, team: Team, number: int, size: int, seeds: dict[Any, torch.Tensor]) -> None:
+    def __init__(self, team: Team, number: int, size: int) -> None:
         self.team = team
         self.number = number
         self.size = size
@@ -50,12 +51,12 @@ class Window:
         self.index = 0
         self.num_own = 0  # calls of this rank: no repetitions
         self.num_micro_batches = 0
+        self.num_dropped = 0  # calls that brought nothing
         self.kind = NOTHING
         self.count = Count()
         self.losses: list[torch.Tensor] = []
         self.failed = False  # whether a backward failed in it
         self.scale: Scale | None = None
-        self._seeds = seeds
 
     def take(self, loss: torch.Tensor | LossSum) -> torch.Tensor:
         """Count a micro-batch; returns what to run backward from."""
@@ -79,17 +80,30 @@ class Window:
         self.num_micro_batches += 1
         self.losses.append(tensor.detach().clone())  # a copy, because the caller may write to the one it gets back
 
+    def fail(self, error: BaseException) -> None:
+        """A backward failed that is skipped: all ranks must drop this window, as they learn when it closes."""
+        if self.team.forward_communicates or isinstance(error, GradSyncError) or is_lost(error):
+            raise error
+        self.num_dropped += 1
+        self.failed = True
+        self.team.drop_gradients()
+
+    def what(self) -> str:
+        """What the ranks wait for each other with as it closes, in words."""
+        return f"synchronising the gradients of window {self.number} of {self.team.name}"
+
     def seed(self, loss: torch.Tensor) -> torch.Tensor | None:
         """The gradient that backward begins with: to the bit what `loss / size` would send on, without the division."""
         if self.kind == SUMS:
             return None
         key = (self.size, loss.dtype, loss.device, loss.shape)
-        seed = self._seeds.get(key)
+        seeds = self.team.seeds
+        seed = seeds.get(key)
         # A parameter whose view is the loss takes the seed for its gradient, without a copy, and then it is written to.
         if seed is None or seed._version:
-            if len(self._seeds) > 16:  # a user's steps may take any number of values
-                self._seeds.clear()
-            seed = self._seeds[key] = torch.ones_like(loss, requires_grad=False) / self.size
+            if len(seeds) > 16:  # a user's steps may take any number of values
+                seeds.clear()
+            seed = seeds[key] = torch.ones_like(loss, requires_grad=False) / self.size
         return seed
 
     def share(self, *, closing: float = NOBODY, opened: float = NOBODY, left: float = 0.0, once: float = 0.0) -> Share:

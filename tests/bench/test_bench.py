@@ -711,7 +711,7 @@ def with_adam(batch_size: int, device: torch.device) -> tuple[Any, ...]:
 
 def test_ranks_that_hang_say_where_and_end(tmp_path: Path) -> None:
     """At --limit, with the line that they stand at."""
-    code, _, errors = run(tmp_path, "--factory", "ours:stuck", "--ways", "no_sync", "--limit", "20")
+    code, _, errors = run(tmp_path, "--factory", "ours:stuck", "--ways", "no_sync", "--limit", "10")
     assert code == 1
     assert "rank 1 had not ended at its --limit. It stood at:" in errors
     assert 'ours.py", line' in errors

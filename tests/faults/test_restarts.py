@@ -18,7 +18,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "resume.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-NUM_KILLS = 20
+NUM_KILLS = int(os.environ.get("GRADSYNC_KILLS", "8"))
 
 
 def elastic(jobs: list[list[str]], limit: float) -> list[dict]:
@@ -46,7 +46,7 @@ def parameters(job: dict) -> str:
 
 
 def test_killed_at_random_points_a_job_ends_with_the_same_bits(tmp_path):
-    """Twenty kills, from a fixed seed: any line of gradsync or of the example, or some moments after it, on any rank."""
+    """Kills from a fixed seed: at any line of gradsync or of the example, or some moments after it, on any rank."""
     count = tmp_path / "lines"
     every = [[], ["--every", "3"]]
     calm = [

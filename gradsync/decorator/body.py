@@ -1,0 +1,80 @@
+"""The user's function on one micro-batch: run, dropped where `skip` says so, and run again for other ranks' sake."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gradsync._errors import GradSyncError
+from gradsync.decorator.last_call import LastCall
+from gradsync.decorator.watches import ForwardWatch, check_first
+from gradsync.functional import find_loss
+from gradsync.ranks.lost import is_lost
+from gradsync.ranks.meet import meet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from gradsync.functional import Loop, LossSum, Run, Team
+
+
+class Body:
+    """Runs the calls of one (function, instance, optimizers)."""
+
+    def __init__(self, run: Run, skip: tuple[type[Exception], ...]) -> None:
+        self._run = run
+        self._skip = skip
+        self._has_met_forward = False
+
+    def __call__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], team: Team
+    ) -> tuple[Any, torch.Tensor | LossSum | None]:
+        """What the function returned, and its loss; None and None for a micro-batch that is dropped."""
+        if not self._skip:
+            returned = function(*args, **kwargs)
+            return returned, find_loss(returned)
+        began = ForwardWatch(
+            self._run.who.models if team.forward_communicates else (),
+            lambda: self._meet_at_first_forward(team, runs=True),
+        )
+        try:
+            with began:
+                returned = function(*args, **kwargs)
+                return returned, find_loss(returned)
+        except self._skip as error:
+            if isinstance(error, GradSyncError) or is_lost(error):
+                raise  # misuse is never skipped
+            if began:
+                raise GradSyncError(
+                    f"{self._run.name} can drop a micro-batch on a sharded engine only before its model is called, for "
+                    f"the other ranks wait in the model's forward, but {type(error).__name__} came after that. "
+                    "Check the data before the forward."
+                ) from error
+            if team.in_step:
+                self._meet_at_first_forward(team, runs=False)
+            return None, None
+
+    def remember(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], loop: Loop | None
+    ) -> None:
+        """A good micro-batch, to run again."""
+        self._run.last = LastCall(function, args, kwargs)
+        if loop is not None:
+            loop.kept[self._run] = args, kwargs
+
+    def again(self) -> torch.Tensor | LossSum:
+        """The loss of the last good micro-batch, run once more: other ranks wait in its forward."""
+        if not self._run.can_repeat:
+            raise GradSyncError(
+                f"A rank whose engine communicates in forward repeats its last call of {self._run.name} where it has "
+                "no micro-batch to run, but it has had none yet. See to it that its first micro-batch is a good one."
+            )
+        return find_loss(self._run.last())
+
+    def _meet_at_first_forward(self, team: Team, *, runs: bool) -> None:
+        """Where forwards communicate and may be dropped: hear, before the first, whether every rank runs it."""
+        if not self._has_met_forward:
+            self._has_met_forward = True
+            said = meet(team.group, f"the first forward of {self._run.name}", {"runs": runs})
+            check_first([one["runs"] for one in said], self._run.name)

@@ -1,0 +1,78 @@
+"""What a call's windows have come to so far: counters and the last closed window, for `progress` and `on_update`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gradsync.decorator.progress import ClosedLosses, Progress
+from gradsync.functional import Update
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gradsync.functional import Run
+
+
+class Record:
+    """Of one (function, instance, optimizers). `run` counts the windows; the rest is counted here."""
+
+    def __init__(self, run: Run, on_update: Callable[..., Any] | None, instance: Callable[[], object]) -> None:
+        """`instance` gets the one that `on_update` is called with, None for a plain function."""
+        self._run = run
+        self._on_update = on_update
+        self._instance = instance
+        self.size = 0  # of the last window
+        self.parts = 1  # in how many the last call ran, with `fit`,
+        self.rows: int | None = None  # and of how many rows the largest was
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Go back to before the first call."""
+        self.num_steps = self.num_updates = self.num_skipped = self.num_replays = 0
+        self._made = Update(stepped=False, grad_norm=None)
+        self._closed: ClosedLosses | None = None
+
+    def note(self, made: Update, closed: ClosedLosses) -> None:
+        """A window has had its update, or its end without one."""
+        self.num_updates += made.stepped
+        self.num_skipped += not made.stepped
+        self._made, self._closed = made, closed
+
+    def note_skipped(self, closed: ClosedLosses) -> None:
+        """A window has closed without an update, beside one that may have been made in the same call."""
+        self.num_skipped += 1
+        self._closed = closed
+
+    def note_held(self) -> None:
+        """The last call has made no update so far."""
+        self._made = self._made._replace(stepped=False)
+
+    @property
+    def progress(self) -> Progress:
+        """Where this stands."""
+        run = self._run
+        return Progress(
+            micro_steps=self.num_steps,
+            updates=self.num_updates,
+            window=run.number,
+            index=run.index,
+            size=self.size if run.window is None else run.window.size,
+            stepped=self._made.stepped,
+            skipped=self.num_skipped,
+            dropped=run.num_dropped,
+            replays=self.num_replays,
+            parts=self.parts,
+            rows=self.rows,
+            grad_norm=self._made.grad_norm,
+            _losses=self._closed,
+        )
+
+    def tell(self) -> None:
+        """Call the user's `on_update`, if the last call made an update."""
+        if self._on_update is None or not self._made.stepped:
+            return
+        instance = self._instance()
+        if instance is None:
+            self._on_update(self.progress)
+        else:
+            self._on_update(instance, self.progress)

@@ -1,0 +1,108 @@
+"""The end of one window: its table leaves, gradients and buffers are made the same on all ranks, what came is known."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from gradsync.functional._backward import Order
+from gradsync.functional._share import SUMS, Closing
+from gradsync.ranks.lost import WaitingFor, is_lost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from gradsync.functional._crossing import Crossing
+    from gradsync.functional._exchange import Exchange
+    from gradsync.functional._share import Share
+    from gradsync.functional._terms import Terms
+    from gradsync.functional._window import Window
+    from gradsync.ranks.line import Sent
+
+
+class Boundary:
+    """Closes one window: `order`, then the synchronisation, then `closing`; or all of that in `synchronise`."""
+
+    def __init__(
+        self, window: Window, terms: Terms, exchange: Exchange, crossing: Crossing, heard: Sent | None = None
+    ) -> None:
+        """`heard` is what the ranks have said of the window already."""
+        self._window = window
+        self._terms = terms
+        self._exchange = exchange
+        self._crossing = crossing
+        self._heard = heard
+        self._sent: Sent | None = None
+        self._across: AbstractContextManager[Any] | None = None  # entered already
+
+    def order(self) -> Order:
+        """How the engines synchronise; the table leaves now, or right before the second synchronisation."""
+        order = Order.of_boundary(self._window.active, self._window.size)
+        if order.again:
+            return order._replace(between=self._send)
+        self._send()
+        return order
+
+    def begin(self) -> Order:
+        """The same, for a backward that comes before `conclude`: from here on gradients cross as they are to."""
+        order = self.order()
+        self._across = across = ExitStack()
+        across.enter_context(self._crossing.across(self._window))
+        return order
+
+    def synchronise(self, run: Callable[[Order], None]) -> Closing:
+        """What came to the window, once `run` has synchronised it in the order that it is given."""
+        return self.conclude(lambda: run(self.order()))
+
+    def conclude(self, run: Callable[[], None]) -> Closing:
+        """The same, where the order has been asked for before."""
+        window = self._window
+        across = self._across or self._crossing.across(window)
+        with WaitingFor(window.what):
+            try:
+                with across:
+                    run()
+            except BaseException as error:
+                if not is_lost(error):
+                    self.complete_failed()
+                if not isinstance(error, self._terms.skip):
+                    raise
+                window.fail(error)
+                return Closing(tuple(window.share() for _ in range(window.team.num_ranks)), window.team.rank, None)
+            return self.closing()
+
+    def closing(self) -> Closing:
+        """The gradients are synchronised: so are the buffers now, and what came is known."""
+        window, team = self._window, self._window.team
+        shares = self._exchange.shares(window, self._sent)
+        alone = team.num_ranks == 1 and (self._exchange.is_of_ends or window.kind == SUMS)
+        closing = Closing.of(shares, team.rank, is_told=self._sent is not None or alone)
+        self._share_buffers(shares)
+        if self._terms.skip and team.num_ranks > 1 and team.line.any(float(window.failed)):
+            return closing.without()
+        return closing
+
+    def complete_failed(self) -> None:
+        """A backward has failed, and its collectives are complete: so are now those that come after it."""
+        window = self._window
+        try:
+            self._share_buffers(self._exchange.shares(window, self._sent))
+            if self._terms.skip and window.team.num_ranks > 1:
+                window.team.line.any(1.0)
+        except Exception as second:  # noqa: BLE001 - the first error goes on
+            if is_lost(second):
+                return
+
+    def _send(self) -> None:
+        self._sent = self._heard if self._heard is not None else self._exchange.send(self._window)
+
+    def _share_buffers(self, shares: Sequence[Share]) -> None:
+        """Make the buffers of all ranks those of the lowest one that was to have a micro-batch."""
+        if self._window.team.num_ranks == 1:
+            return
+        due = self._exchange.due
+        there = (r for r, share in enumerate(shares) if share.num_calls or (r < len(due) and due[r]))
+        source = next(there, 0)
+        for engine in self._window.active:
+            engine.share_buffers(source)

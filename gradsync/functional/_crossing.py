@@ -1,0 +1,42 @@
+"""How the gradients of a window cross to the other ranks: the engines' own way, or another that a run is given."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gradsync._registry import TRAVELLING
+from gradsync.functional._backward import NO_RANGE
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from contextlib import AbstractContextManager
+
+    from gradsync.functional._team import Team
+    from gradsync.functional._window import Window
+
+
+class Crossing(Protocol):
+    """How the gradients of a run's windows cross to the other ranks."""
+
+    def check(self, team: Team) -> None:
+        """Raise for a team whose gradients cannot go this way; as a window opens."""
+
+    def across(self, window: Window) -> AbstractContextManager[Any]:
+        """What the synchronisation of a window is to be inside of."""
+        ...
+
+
+class Plainly:
+    """The engines' own way."""
+
+    def check(self, team: Team) -> None: ...
+
+    def across(self, window: Window) -> AbstractContextManager[Any]:  # noqa: ARG002 - that of the protocol
+        return NO_RANGE
+
+
+def land(ids: Collection[int], *, of: object = None, beside: object = None) -> None:
+    """Before a window takes these parameters: what travels to them lands, but for what is `of` or `beside` a run."""
+    for other in list(TRAVELLING):
+        if other.run is of or (other.run is not beside and not other.ids.isdisjoint(ids)):
+            other.settle()

@@ -1,0 +1,111 @@
+"""How the ranks tell each other what they bring to a window that closes, where no loop does it for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gradsync._errors import GradSyncError
+from gradsync.functional._share import IN_WORDS, NOTHING, PLAIN, SUMS, Share
+from gradsync.ranks.meet import agreed, insist, meet
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradsync.functional._terms import Terms
+    from gradsync.functional._window import Window
+    from gradsync.ranks.line import Sent
+
+
+class Exchange(Protocol):
+    """How the ranks tell each other what they bring to a window that closes."""
+
+    def send(self, window: Window) -> Sent | None:
+        """Put this rank's share on its way; None where nothing need be said."""
+        ...
+
+    def shares(self, window: Window, sent: Sent | None) -> list[Share]:
+        """What each rank brings. Waits for what was sent, and for nothing else."""
+        ...
+
+    @property
+    def due(self) -> Sequence[bool]:
+        """Which ranks were to have a micro-batch in this window, as all of them know; empty where all were."""
+        ...
+
+    @property
+    def is_of_ends(self) -> bool:
+        """Whether data ends in here, so that a lone rank speaks for itself too."""
+        ...
+
+
+class Lane(Exchange, Protocol):
+    """What a loop is to one of the runs that are called in it."""
+
+    def enter(self) -> None:
+        """A call begins, and opens a window if none is open."""
+
+    def ends(self) -> bool:
+        """Whether the call that has begun is the last of all."""
+        ...
+
+    def plan(self, window: Window) -> None:
+        """A window opens."""
+
+
+class Lanes(Protocol):
+    """A loop, as its runs see it."""
+
+    def lane(self, run: Any) -> Lane:
+        """What it is to this one."""
+        ...
+
+
+class Counted:
+    """Calls outside of any loop: each rank makes as many, and a table is sent only where shares may differ."""
+
+    due: Sequence[bool] = ()
+    is_of_ends = False
+
+    def __init__(self, terms: Terms, key: int) -> None:
+        self._terms = terms
+        self._key = key
+
+    def send(self, window: Window) -> Sent | None:
+        """See `Exchange`. Raises where backwards are missing that the other ranks count on."""
+        if window.team.num_ranks == 1:
+            return None
+        self._agree_on_kind(window)
+        tells = window.kind == SUMS or self._terms.skip or callable(self._terms.steps)
+        if tells or window.num_own < window.size:
+            return window.team.line.send(window.share(closing=self._key).row())
+        if window.kind != PLAIN and window.num_micro_batches != window.size:
+            raise GradSyncError(
+                f"The ranks of {window.team.name} count on {window.size} backwards in each window, for it does not "
+                f"know where the data ends, but there were {window.num_micro_batches} in this one. Run a backward in "
+                "each micro-batch, or give it the iterable: then ranks may differ."
+            )
+        return None
+
+    def shares(self, window: Window, sent: Sent | None) -> list[Share]:
+        """See `Exchange`."""
+        return alike(window) if sent is None else [Share.of(row) for row in sent.rows()]
+
+    def _agree_on_kind(self, window: Window) -> None:
+        """Before a team's first synchronisation: nothing may differ that would make ranks wait forever."""
+        team = window.team
+        if window.kind == team.kind != NOTHING:
+            return
+        words = self._terms.in_words(window.number)
+        said = meet(team.group, f"the first boundary of {team.name}", {**words, "loss": window.kind})
+        insist([{key: one[key] for key in words} for one in said])
+        agreed([(rank, IN_WORDS[one["loss"]]) for rank, one in enumerate(said) if one["loss"]], "kind of loss")
+        team.kind = max(one["loss"] for one in said)
+
+
+def alike(window: Window) -> list[Share]:
+    """The shares of ranks that each bring what this one does."""
+    share = window.share()
+    if window.kind == SUMS:
+        share = replace(share, count=float(share.count))  # a count on a device is waited for once
+    return [share] * window.team.num_ranks

@@ -1,0 +1,64 @@
+"""What a run is of: the terms that the ranks share, and whose windows they are."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from gradsync.functional._steps import Steps, check_steps, window_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What holds for all windows of a run, and must be the same on all ranks.
+
+    `words` is what else the ranks are to compare. `skip` holds the exceptions that drop one micro-batch. `repeats`
+    tells when a rank whose data has ended needs a micro-batch to repeat: where "forwards" wait for each other, or
+    "always".
+    """
+
+    steps: Steps
+    tail: str = "step"
+    repeats: Literal["forwards", "always"] = "forwards"
+    sync: str = "window"
+    skip: tuple[type[BaseException], ...] = ()
+    words: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps)
+
+    def in_words(self, number: int) -> dict[str, Any]:
+        """To be compared as window `number` closes or opens."""
+        steps = window_size(self.steps, number)
+        skip = [kind.__name__ for kind in self.skip]
+        return {"steps": steps, "tail": self.tail, "sync": self.sync, "skip": skip, **self.words}
+
+
+class Who:
+    """Whose windows they are: models, and optimizers of theirs; without optimizers, all models are trained.
+
+    They are held weakly. Whoever drops a model and its optimizer drops their windows.
+    """
+
+    __slots__ = ("_models", "_optimizers")
+
+    def __init__(self, models: Sequence[nn.Module] = (), optimizers: Sequence[Optimizer] = ()) -> None:
+        self._models = [weakref.ref(model) for model in models]
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Those that are alive."""
+        return [model for ref in self._models if (model := ref()) is not None]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that are alive."""
+        return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
