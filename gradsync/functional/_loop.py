@@ -93,7 +93,6 @@ class Loop:
         self._chief: Run | None = None  # over whose ranks the loop's tables go
         self._shares: Sequence[Share] = ()  # what the ranks said last
         self._planned: int | None = None  # calls in the open window, where ranks go in step and need not ask
-        self._due: list[bool] = []
 
     def lane(self, run: Run) -> _Lane:
         """What this loop is to one of its runs."""
@@ -165,8 +164,8 @@ class Loop:
 
     @property
     def due(self) -> Sequence[bool]:
-        """Which ranks were to have a micro-batch in the window that closes, as they had said in the table before."""
-        return self._due
+        """Which ranks are to have a micro-batch in the window that closes next, as all said in the table before."""
+        return [share.left > 0 for share in self._shares]
 
     def share(self, run: Run, window: Window) -> Share:
         """What this rank says of a window that it closes."""
@@ -183,7 +182,6 @@ class Loop:
             # A rank whose data has ended, and that has several windows open, did not know which one it is.
             mine = self.share(run, window)
             shares = [Share.of(row) for row in self._send(mine).rows()]
-        self._due = [share.left > 0 for share in self._shares]  # what all said before: the same on every rank
         self._shares = shares
         return shares
 
