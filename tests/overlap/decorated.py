@@ -36,8 +36,8 @@ class Training:
         @gradsync.accumulating(
             plan.steps if isinstance(plan.steps, int) else plan.size,
             model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
+            optimizer=getattr(self.optimizer, "both", self.optimizer),
+            scheduler=getattr(self.scheduler, "both", self.scheduler),
             clip_norm=plan.clip_norm,
             tail=plan.tail,
             nonfinite="skip" if plan.infinite else "step",

@@ -64,14 +64,33 @@ class Plan:
         return (3 * rank + 2 * index) % 5 if self.sums else 1
 
 
-def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+class Two:
+    """Two optimizers, or two schedulers, as one to a loop by hand."""
+
+    def __init__(self, *both) -> None:
+        self.both = both
+
+    def step(self) -> None:
+        for one in self.both:
+            one.step()
+
+    def zero_grad(self) -> None:
+        for one in self.both:
+            one.zero_grad()
+
+
+def optimizer_of(name: str, model: nn.Module):
     parameters = list(model.parameters())
+    if name == "two":
+        return Two(torch.optim.SGD(parameters[:3], lr=0.3, momentum=0.9), torch.optim.AdamW(parameters[3:], lr=0.05))
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=0.3, momentum=0.9, dampening=0.2, weight_decay=0.1)
     return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, foreach=name == "foreach", fused=name == "fused")
 
 
 def scheduler_of(optimizer):
+    if isinstance(optimizer, Two):
+        return Two(*map(scheduler_of, optimizer.both))
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
 
 

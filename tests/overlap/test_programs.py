@@ -37,7 +37,7 @@ def drawn(seed: int, num_ranks: int) -> tuple[Plan, str]:
     return Plan(
         tuple(counts),
         plan.m,
-        optimizer=draw.choice(["sgd", "adamw", "foreach", "fused"]),
+        optimizer=draw.choice(["sgd", "adamw", "foreach", "fused", "two"]),
         clip_norm=draw.choice([None, 0.3]),
         sums=draw.random() < 0.4,
         broken=some(0.25),
