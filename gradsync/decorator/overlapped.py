@@ -159,7 +159,9 @@ class Overlapped:
             self._land()
             updates.record.note_skipped(closed)
             return
-        self._closing = _Leg(self._flights, self._ddps, team, closing.factor, closing.own_factor, closed, closing.failures)
+        self._closing = _Leg(
+            self._flights, self._ddps, team, closing.factor, closing.own_factor, closed, closing.failures
+        )
         self._flights, self._ddps = (), ()
         TRAVELLING.add(self)
         updates.end_window()

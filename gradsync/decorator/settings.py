@@ -37,7 +37,7 @@ class Settings:
     compress: Compress | None = None
     fit: bool | Cut = False
 
-    def __post_init__(self) -> None:  # noqa: C901 - one check after another
+    def __post_init__(self) -> None:
         for name, allowed in (("tail", Tail), ("sync", Sync), ("nonfinite", NonFinite)):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, but it is {getattr(self, name)!r}.")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class BuffersOnTheirWay:
-    """Some buffers as they were on the rank `source` of `group`: bytes in one broadcast a device, the same to the bit."""
+    """Some buffers as they were on the rank `source` of `group`, to the bit: one broadcast of bytes a device."""
 
     def __init__(self, buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}

@@ -83,7 +83,9 @@ class Fitted:
         self._fit = Fit(cut, name=name)
         self._team: Team | None = None  # which is known to allow it
 
-    def run(self, one: OneBackward, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(
+        self, one: OneBackward, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Run `function` and its backward; returns what it returned. The last backward has then not ended yet."""
         run, team = one.run, one.run.fit()
         if one.place.index == 0 or team is not self._team:

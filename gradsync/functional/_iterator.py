@@ -195,7 +195,12 @@ class _Turn:
             self._close(self._run.miss(place))
 
     def in_parts(
-        self, step: MicroStep, fitted: Fitted, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        step: MicroStep,
+        fitted: Fitted,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """What a `Fitting` does: forward and backward in one."""
         place = self._begin(step)

@@ -60,7 +60,7 @@ def rows_that_fit(
         lacking = ranks_where(not one["fits"] for one in said)
         if lacking and not found:
             raise GradSyncError(
-                f"One row must fit in memory on every rank, but it does not on rank {lacking}. Shard the model further, "
+                f"One row must fit in memory on every rank, but it does not on rank {lacking}. Shard the model more, "
                 "recompute activations (torch.utils.checkpoint), or shorten the rows."
             ) from error
         if lacking:
