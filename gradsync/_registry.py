@@ -8,6 +8,7 @@ nothing of each other. Everything is held weakly by what it belongs to.
 from __future__ import annotations
 
 import weakref
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,3 +27,9 @@ TRAVELLING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
 """The windows that are open now, of whatever function: a parameter can be in one of them only."""
+
+SWITCHING = Lock()
+"""Held while `requires_grad` of a bystander is switched: two threads may hold one teacher at once."""
+
+SAID_OF_TORCH: set[str] = set()
+"""Warnings about a torch that engines may not know: once in a process is enough, whatever the filters say."""

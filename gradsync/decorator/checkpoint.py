@@ -123,13 +123,16 @@ def save(call: Call) -> dict[str, Any]:
     return state
 
 
-def load(call: Call, state: Mapping[str, Any], *, dry: bool = False) -> None:
-    """Take over a state; where it is a dry run, only raise if it does not fit. It does not communicate."""
+def check(call: Call, state: Mapping[str, Any]) -> None:
+    """Raise if a state does not fit. It does not communicate."""
+    team = call.run.fit()
+    check_state(state, call.name, call.settings.steps, (team.rank, team.num_ranks), names_of(call))
+
+
+def load(call: Call, state: Mapping[str, Any]) -> None:
+    """Take over a state that fits. It does not communicate."""
     run, names = call.run, names_of(call)
     team = run.fit()
-    if dry:
-        check_state(state, call.name, call.settings.steps, (team.rank, team.num_ranks), names)
-        return
     call.begin_anew()
     record = call.record
     record.num_steps, record.num_updates, record.num_skipped, record.num_replays = (

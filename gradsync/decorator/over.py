@@ -50,10 +50,14 @@ class Over(Generic[T]):
                     yield item
                     _insist_on_latest(loop)
             except GeneratorExit:
-                on_purpose = _is_left_on_purpose(sys._getframe(0).f_back)
-                if on_purpose:
+                # What travels lands, but behind an exception nothing is waited for.
+                if _is_left_on_purpose(sys._getframe(0).f_back):
                     _warn_if_open(loop)
-                _end_travels(decorated, on_purpose=on_purpose)
+                    for registry, instance in decorated:
+                        registry.settle(instance)
+                else:
+                    for registry, instance in decorated:
+                        registry.go_back(instance)
                 raise
             for turn in loop.rest():
                 call = next(call for registry, _ in decorated if (call := registry.call_of(turn.run)) is not None)
@@ -73,12 +77,6 @@ class SizedOver(Over[T]):
 
 def _runs(decorated: Sequence[_Decorated]) -> list[Run]:
     return [run for position, (registry, instance) in enumerate(decorated) for run in registry.runs(instance, position)]
-
-
-def _end_travels(decorated: Sequence[_Decorated], *, on_purpose: bool) -> None:
-    """A loop is left early: what travels lands, but behind an exception nothing is waited for."""
-    for registry, instance in decorated:
-        (registry.settle if on_purpose else registry.go_back)(instance)
 
 
 def _insist_on_latest(loop: Loop) -> None:

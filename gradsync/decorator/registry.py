@@ -8,38 +8,30 @@ import warnings
 import weakref
 from contextlib import contextmanager, suppress
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync._errors import GradSyncError
 from gradsync.decorator.call import Call
 from gradsync.decorator.casting import cast_of, check_cast
-from gradsync.decorator.checkpoint import VERSION, check_steps_of, load, progress_in, save, windows_in
+from gradsync.decorator.checkpoint import VERSION, check, check_steps_of, load, progress_in, save, windows_in
+from gradsync.decorator.loops import Loops
 from gradsync.decorator.progress import Progress
 from gradsync.overlap import LEFT
 from gradsync.ranks.meet import nothing_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import nn
 
     from gradsync.decorator.casting import Cast
+    from gradsync.decorator.loops import Key
     from gradsync.decorator.settings import Settings
     from gradsync.functional import Loop, Run
 
-Key = int | None  # id of the instance, for methods
-
 _MOST_RUNS = 1024  # of one function, in the numbers that the ranks of a loop call them by
-
-
-class _Running(NamedTuple):
-    """A loop that runs, and the function's place among those that are nested in it."""
-
-    loop: Loop
-    key: Key
-    position: int
 
 
 class Registry:
@@ -53,8 +45,7 @@ class Registry:
         self._calls: list[tuple[Key, Call]] = []
         self._order = itertools.count()
         self._latest: dict[Key, weakref.ref[Call]] = {}
-        self._running: list[_Running] = []
-        self._read_ahead: dict[tuple[int, Key], Loop] = {}  # loops that ended with items that no call had come for
+        self._loops = Loops(name)
         self._loaded: dict[Key, list[dict[str, Any]]] = {}  # states that wait for their window's first call,
         self._loaded_latest: dict[Key, int | None] = {}  # and which of a function's was called last
 
@@ -67,7 +58,7 @@ class Registry:
         self, function: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """One micro-batch."""
-        key = None if instance is None else id(instance)
+        key = _key(instance)
         everything = args if instance is None else (instance, *args)
         participants = self._settings.casting.participants(everything, kwargs)
         latest = self._latest.get(key)
@@ -76,34 +67,17 @@ class Registry:
             call = self._find(instance, key, participants, [*args, *kwargs.values()])
         if call.run.window is None:
             self._settings.casting.refuse_hidden(cast_of(participants), args, kwargs, self.name)
-        loop = None
-        if self._running or self._read_ahead:
-            loop = self._loop_of(key, call)
-        return call.micro_batch(function, args, kwargs, loop)
+        return call.micro_batch(function, args, kwargs, self._loop_of(key, call) if self._loops else None)
 
     # -- loops ------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def looping(self, loop: Loop, instance: object, position: int) -> Iterator[None]:
+    def looping(self, loop: Loop, instance: object, position: int) -> AbstractContextManager[None]:
         """The calls inside know of `loop`."""
-        key = None if instance is None else id(instance)
-        for other in self._running:
-            if other.key == key and other.loop.thread == loop.thread:
-                other.loop.is_superseded = True
-        self._running = [one for one in self._running if not one.loop.is_superseded]
-        self._running.append(_Running(loop, key, position))
-        self._read_ahead.pop((loop.thread, key), None)
-        try:
-            yield
-        finally:
-            self._running = [one for one in self._running if one.loop is not loop]
+        return self._loops.running(loop, _key(instance), position)
 
     def note_idle(self, loop: Loop, instance: object) -> None:
-        """The data of `loop` has ended. Where items were drawn without a call, calls after it may be meant for them."""
-        if loop.num_idle:
-            if not loop.num_calls:
-                loop.called_from = _call_stack()
-            self._read_ahead[loop.thread, None if instance is None else id(instance)] = loop
+        """The data of `loop` has ended."""
+        self._loops.note_idle(loop, _key(instance))
 
     def runs(self, instance: object, position: int) -> list[Run]:
         """The windows that a loop in this thread may come to, in the order of their first call."""
@@ -119,27 +93,17 @@ class Registry:
         return next((call for _, call in self._calls if call.run is run), None)
 
     def _loop_of(self, key: Key, call: Call) -> Loop | None:
-        thread = get_ident()
-        for running in reversed(self._running):
-            if running.key == key and running.loop.thread == thread:
-                call.run.key = running.position * _MOST_RUNS + call.order
-                if running.loop.num_idle:
-                    running.loop.called_from = _call_stack()
-                return running.loop
-        elsewhere = next((one.loop for one in self._running if one.key == key and not one.loop.num_calls), None)
-        ended = self._read_ahead.get((thread, key))
-        if elsewhere is not None:
-            raise GradSyncError(_READ_AHEAD.format(over=elsewhere.name, name=self.name))
-        # A body that goes on after its data has ended had items that were drawn ahead; other calls come from elsewhere.
-        if ended is not None and _goes_on(ended):
-            raise GradSyncError(_READ_AHEAD.format(over=ended.name, name=self.name))
-        return None
+        running = self._loops.of_call(key)
+        if running is None:
+            return None
+        call.run.key = running.position * _MOST_RUNS + call.order
+        return running.loop
 
     # -- all windows ------------------------------------------------------------------------------------------------
 
     def flush(self, instance: object) -> None:
         """Close what is open."""
-        self._forget_read_ahead(instance)
+        self._loops.forget_read_ahead(_key(instance))
         calls = self._all(instance)
         if not calls:
             nothing_here(f"flush of {self.name}")
@@ -148,25 +112,25 @@ class Registry:
 
     def settle(self, instance: object) -> None:
         """Land what travels, in this thread's windows."""
-        for call in self._all(instance, make=False):
+        for call in self._called(instance):
             if call.thread in {None, get_ident()}:
                 call.settle()
 
     def go_back(self, instance: object) -> None:
         """An exception: parameters are the last true ones."""
-        for call in self._all(instance, make=False):
+        for call in self._called(instance):
             if call.ahead is not None and call.thread in {None, get_ident()}:
                 call.ahead.go_back()
 
     def reset(self, instance: object) -> None:
         """Discard what is open."""
-        self._forget_read_ahead(instance)
-        for call in self._all(instance, make=False):
+        self._loops.forget_read_ahead(_key(instance))
+        for call in self._called(instance):
             call.reset()
 
     def progress(self, instance: object) -> Progress:
         """Of the window that was called last."""
-        key = None if instance is None else id(instance)
+        key = _key(instance)
         ref = self._latest.get(key)
         call = None if ref is None else ref()
         if call is not None:
@@ -176,8 +140,8 @@ class Registry:
 
     def state_dict(self, instance: object) -> dict[str, Any]:
         """All windows' states, in the order of their first call, and which of them was called last."""
-        key = None if instance is None else id(instance)
-        calls, ref = self._all(instance, make=False), self._latest.get(key)
+        key = _key(instance)
+        calls, ref = self._called(instance), self._latest.get(key)
         for call in calls:
             call.settle()
         latest = next((place for place, one in enumerate(calls) if ref is not None and one is ref()), None)
@@ -192,12 +156,12 @@ class Registry:
 
         All are checked before one is loaded. A window whose first call came after the state was saved begins anew.
         """
-        key = None if instance is None else id(instance)
-        states, calls = windows_in(state), self._all(instance, make=False)
+        key = _key(instance)
+        states, calls = windows_in(state), self._called(instance)
         for call in calls:
             call.settle()
         for call, one in zip(calls, states, strict=False):
-            load(call, one, dry=True)
+            check(call, one)
         for one in states:
             check_steps_of(one, self.name, self._settings.steps)
         for call in calls:
@@ -249,9 +213,6 @@ class Registry:
                 *self._place,
             )
 
-    def _forget_read_ahead(self, instance: object) -> None:
-        self._read_ahead.pop((get_ident(), None if instance is None else id(instance)), None)
-
     def _find(self, instance: object, key: Key, participants: Sequence[object], came: Sequence[object] = ()) -> Call:
         cast = cast_of(participants)
         check_cast(cast, self.name, came, is_method=instance is not None)
@@ -285,48 +246,25 @@ class Registry:
             return
         with _keeping_buffers(cast.models if waiting[0]["index"] else ()):
             call.run.fit()
-        load(call, waiting[0], dry=True)
+        check(call, waiting[0])
         load(call, waiting[0])
         self._loaded[key], self._loaded_latest[key] = waiting[1:], None
 
-    def _all(self, instance: object, *, make: bool = True) -> list[Call]:
-        """In the order of their first call; where none has come and the participants are known, what it will make."""
-        key = None if instance is None else id(instance)
-        casting = self._settings.casting
-        if make and casting.known() and not any(own == key for own, _ in self._calls):
-            self._find(instance, key, casting.participants((), {}))
+    def _called(self, instance: object) -> list[Call]:
+        """In the order of their first call."""
+        key = _key(instance)
         return [call for own, call in self._calls if own == key]
 
-
-_READ_AHEAD = (
-    "Each item of {over} must have its call before the next item is drawn, but items were drawn ahead of the calls: "
-    "the data ended with calls still to come. Put what reads ahead inside: {over}(prefetch(loader)), and neither "
-    "list({over}(loader)) nor prefetch({over}(loader)). If all items were left out on purpose, call {name}.flush() or "
-    "{name}.reset() before you go on."
-)
-
-
-def _goes_on(loop: Loop) -> bool:
-    """Whether the call that comes now is one more of those in a loop that has ended."""
-    now, then = _call_stack(), loop.called_from
-    if loop.num_calls:
-        return now == then
-    # All items were drawn, and no call came: in the function that drew them, this is the first.
-    drawn = then if isinstance(then, tuple) else ()
-    return loop.num_items > 1 and any(
-        frame[0] == now[0][0] and drawn[place + 1 :] == now[1:] for place, frame in enumerate(drawn)
-    )
+    def _all(self, instance: object) -> list[Call]:
+        """The same; where none has come and the participants are known, the one that these will make."""
+        key, casting = _key(instance), self._settings.casting
+        if casting.known() and not self._called(instance):
+            self._find(instance, key, casting.participants((), {}))
+        return self._called(instance)
 
 
-def _call_stack() -> tuple[tuple[int, int], ...]:
-    """Where a call comes from, outside of this package: code and place in it, all the way up."""
-    stack: list[tuple[int, int]] = []
-    frame = sys._getframe(1)
-    while frame is not None:
-        if stack or not frame.f_globals.get("__name__", "").startswith("gradsync."):
-            stack.append((id(frame.f_code), frame.f_lasti))
-        frame = frame.f_back  # type: ignore[assignment]
-    return tuple(stack)
+def _key(instance: object) -> Key:
+    return None if instance is None else id(instance)
 
 
 def _forgetting(registry: Registry, key: Key) -> Callable[[], None]:

@@ -20,8 +20,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.engines._buffers import BuffersOnTheirWay
-from gradsync.engines._ddp import DDPEngine, insist_on_shapes, silent
+from gradsync.engines._ddp import DDPEngine
+from gradsync.engines._ddp_fits import insist_on_shapes
 from gradsync.engines._protocol import Carrier
+from gradsync.engines._silent import silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -28,10 +28,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
 from gradsync.engines._buffers import BuffersOnTheirWay
+from gradsync.engines._ddp_fits import (
+    check,
+    insist_on_shapes,
+    is_built_for,
+    is_resized,
+    likeness,
+    sparse_parameters,
+    unused_message,
+)
 from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Carrier, Engine
-from gradsync.engines._torch import ddp_finalizes_by_hand
-from gradsync.ranks.group import is_alive
+from gradsync.engines._silent import silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -68,15 +76,15 @@ class DDPEngine(Engine):
         assert ddp.process_group is not None, "every DistributedDataParallel has one"
         super().__init__(ddp.process_group, ddp._module_parameters)
         self._ddp = ddp
-        self._sparse = _sparse_parameters(ddp.module if module is None else module)
+        self._sparse = sparse_parameters(ddp.module if module is None else module)
         self._reduced = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
         self._shortcut = None if module is not None else _shortcut(ddp)
         self._watches: list[Any] = []  # hooks that tell whether the armed backward came by
         self._came_by = False
-        if self._reduced and not _is_built_for(ddp, self._reduced):
+        if self._reduced and not is_built_for(ddp, self._reduced):
             self._rebuild_reducer()
             insist_on_shapes(self._reduced)
-        vars(ddp)["_gradsync_reduced"] = tuple(map(_likeness, self._reduced))
+        vars(ddp)["_gradsync_reduced"] = tuple(map(likeness, self._reduced))
 
     def _check(self, ddp: DistributedDataParallel) -> None:
         check(ddp)
@@ -336,7 +344,7 @@ class DDPEngine(Engine):
         vars(ddp).pop("_gradsync_keeps_buckets", None)
         vars(ddp).pop("_gradsync_used", None)
         ddp._has_rebuilt_buckets = False
-        if any(map(_is_resized, self._reduced)):
+        if any(map(is_resized, self._reduced)):
             self.forget_reducer()
         parameters, sparse = ddp._build_params_for_reducer()
         ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
@@ -353,88 +361,6 @@ def _as_it_is(output: Any) -> Any:
     return output
 
 
-class silent:  # noqa: N801 - reads as a word where it is used
-    """Context manager: users' hooks on these parameters do not run, for there is no gradient of theirs."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        dicts = ((p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)) for p in parameters)
-        self._dicts = [hooks for pair in dicts for hooks in pair if hooks]
-
-    def __enter__(self) -> None:
-        self._kept = [dict(hooks) for hooks in self._dicts]
-        for hooks in self._dicts:
-            hooks.clear()
-
-    def __exit__(self, *_: object) -> None:
-        for hooks, kept in zip(self._dicts, self._kept, strict=True):
-            hooks.update(kept)
-
-
-def check(ddp: DistributedDataParallel) -> None:
-    """Raise for what cannot be kept exact."""
-    if ddp._delay_all_reduce_params:
-        raise GradSyncError(
-            "gradsync needs to hold a model's gradients back, but this DistributedDataParallel was made with "
-            "delay_all_reduce_named_params, which synchronises those parameters in every backward. "
-            "Leave that argument out."
-        )
-    if ddp_finalizes_by_hand(ddp):
-        raise GradSyncError(
-            "gradsync needs a backward to end its own reductions, but this DistributedDataParallel's "
-            "require_manual_backward_finalization is True, which leaves that to its user. Leave it False."
-        )
-    if not is_alive(ddp.process_group):  # pyright: ignore[reportArgumentType]
-        raise GradSyncError(
-            "A model on DistributedDataParallel needs the process group that it was wrapped with, but that one has "
-            "ended. Wrap the model anew in the group that there is now: gradsync.ddp(model.module)."
-        )
-    here = set(map(id, ddp.module.parameters()))
-    gone = [parameter for parameter in ddp._module_parameters if id(parameter) not in here]
-    if gone:
-        raise GradSyncError(
-            f"DistributedDataParallel reduces the parameters that its module had when it was wrapped, but {len(gone)} "
-            f"of them, of shape {', '.join(str(list(p.shape)) for p in gone[:3])}, are no longer in the module. Wrap "
-            "the model anew, and make the optimizer from its parameters: gradsync.ddp(model.module)."
-        )
-
-
-def _is_built_for(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) -> bool:
-    """Whether the reducer is for just these parameters, as they are now."""
-    known = vars(ddp).get("_gradsync_reduced")
-    if known is not None:
-        return bool(known == tuple(map(_likeness, reduced)))
-    if len(reduced) != ddp._get_ddp_logging_data()["num_parameter_tensors"]:
-        return False
-    if len(reduced) == len(ddp._module_parameters):
-        return True
-    # As many as it was made for, but perhaps others: its buckets know.
-    inside = {id(p) for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
-    return inside == set(map(id, reduced))
-
-
-def _likeness(parameter: nn.Parameter) -> tuple[Any, ...]:
-    """What a reducer was made for. The id is safe: DDP holds the parameter."""
-    return id(parameter), parameter.dtype, parameter.device, parameter.shape
-
-
-def _is_resized(parameter: nn.Parameter) -> bool:
-    """Whether autograd still has the node of another shape, which lives as long as somebody holds it."""
-    shape = get_gradient_edge(parameter).node._input_metadata[0].shape
-    return tuple(shape) != tuple(parameter.shape)
-
-
-def insist_on_shapes(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise where a backward would fail in torch's words: autograd still has a node of another shape."""
-    resized = [parameter for parameter in parameters if _is_resized(parameter)]
-    if resized:
-        raise GradSyncError(
-            "A parameter must not be resized in place while something holds its node in autograd's graph, such as a "
-            f"DistributedDataParallel, a loss or a hook of yours, but {len(resized)} were, which now have the shape "
-            f"{', '.join(str(list(p.shape)) for p in resized[:3])}. Put a new nn.Parameter in its place, and make the "
-            "optimizer and the wrapper anew."
-        )
-
-
 def _shortcut(ddp: DistributedDataParallel) -> Callable[..., Any] | None:
     """The forward of the module inside, where that of a DDP that is held would add nothing to it but its own cost.
 
@@ -448,17 +374,3 @@ def _shortcut(ddp: DistributedDataParallel) -> Callable[..., Any] | None:
     if works or own or compiled or in_backward or ddp._use_python_reducer:
         return None
     return ddp.module.__call__
-
-
-def _sparse_parameters(module: nn.Module) -> frozenset[int]:
-    embeddings = (one for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse)
-    return frozenset(id(one.weight) for one in embeddings)
-
-
-def unused_message(named: Iterable[tuple[str, nn.Parameter]], unused: Sequence[nn.Parameter]) -> str:
-    names = [name for name, p in named if any(p is one for one in unused)]
-    return (
-        f"Every trainable parameter of a DistributedDataParallel model must be used in each window, but on this rank "
-        f"no micro-batch of the window used {', '.join(names)}. Pass find_unused_parameters=True to "
-        "DistributedDataParallel, or hand gradsync the bare model, which needs no such flag."
-    )

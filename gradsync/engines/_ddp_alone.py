@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradsync._errors import GradSyncError
-from gradsync.engines._ddp import DDPEngine, unused_message
+from gradsync.engines._ddp import DDPEngine
+from gradsync.engines._ddp_fits import unused_message
 
 if TYPE_CHECKING:
     import torch

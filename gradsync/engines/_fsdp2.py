@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 
-from gradsync._errors import GradSyncError
 from gradsync.engines import _fsdp2_held, _torch
+from gradsync.engines._fsdp2_refused import insist_on_shards, refuse_other_reductions
 from gradsync.engines._mesh import one_dimension, other_dimensions, whole_group
 from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Engine
@@ -116,7 +116,7 @@ class FSDP2Engine(Engine):
     def load_held(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
         groups, params = self._groups, self._params
         if pieces := _fsdp2_held.check_pieces(params, gradients):
-            _insist_on_shards(groups)
+            insist_on_shards(groups)
         _make_unsharded(params)
         _fsdp2_held.put(groups, gradients)
         if self._used is not None or pieces:
@@ -130,7 +130,7 @@ class FSDP2Engine(Engine):
                 group._to_sharded()
 
     def trainable(self) -> bool:
-        self._refuse_other_reductions()
+        refuse_other_reductions(self._groups, self._states)
         if self._used is not None:
             self._watch_use()
         return super().trainable()
@@ -150,7 +150,7 @@ class FSDP2Engine(Engine):
 
     def hold_shards(self) -> tuple[list[tuple[FSDPParamGroup, bool]], int]:
         groups = [group for group in self._groups if isinstance(group.mesh_info, FSDPMeshInfo)]
-        _insist_on_shards(groups)
+        insist_on_shards(groups)
         found = self.hold()
         if self._used is None:
             self._watch_use()
@@ -210,19 +210,6 @@ class FSDP2Engine(Engine):
         self.rest()
 
     # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _refuse_other_reductions(self) -> None:
-        if any(group.gradient_divide_factor is not None for group in self._groups):
-            raise GradSyncError(
-                "gradsync needs the engine to average gradients over the ranks, but this model's "
-                "set_gradient_divide_factor was called, which makes that something else. Leave it out: a LossSum gives "
-                "a mean over tokens."
-            )
-        if any(map(_torch.finalizes_by_hand, self._states)):
-            raise GradSyncError(
-                "gradsync needs a backward to end its own reductions, but this model's "
-                "set_manual_backward_finalization(True) was called, which leaves that to its user. Leave it out."
-            )
 
     def _is_under_way(self) -> bool:
         """Whether FSDP is in the middle of a forward or backward; or an exception has left it there."""
@@ -301,15 +288,6 @@ class FSDP2Engine(Engine):
         while len(self._undo) > depth:
             for group, flags in self._undo.pop():
                 group.__dict__.update(flags)
-
-
-def _insist_on_shards(groups: Sequence[FSDPParamGroup]) -> None:
-    if not _torch.can_reduce_unused(groups):
-        raise GradSyncError(
-            'sync="shard" needs torch 2.13 or later on a fully sharded model, because before that a group cannot '
-            "reduce zeros for parameters that a micro-batch did not use, but this is torch "
-            f'{torch.__version__}. Use sync="window" or "each".'
-        )
 
 
 def _make_unsharded(params: Iterable[FSDPParam]) -> None:

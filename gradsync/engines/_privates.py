@@ -7,10 +7,12 @@ Asked once, when the first engine of a kind is made, so that a torch that has ch
 from __future__ import annotations
 
 import warnings
-from functools import cache, reduce
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
+
+from gradsync._registry import SAID_OF_TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -118,6 +120,7 @@ def _missing(names: Mapping[str, str], roots: Mapping[str, object]) -> Iterator[
                 yield f"{path}.{name}"
 
 
-@cache
 def _warn(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=2)
+    if text not in SAID_OF_TORCH:
+        SAID_OF_TORCH.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -57,6 +57,7 @@ Smaller parts stand alone: arithmetic (`window_size`, `sizes`, `correction`), gr
 micro-batches that do not fit in memory in such a loop (`fit`), and how large one may be (`rows_that_fit`).
 """
 
+from gradsync.functional._boundary import Begun
 from gradsync.functional._fit import Fitting, fit
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
 from gradsync.functional._iterator import MicroStep, sync_every
@@ -65,7 +66,7 @@ from gradsync.functional._loss import LossSum, detach, find_loss
 from gradsync.functional._no_sync import no_sync
 from gradsync.functional._place import Part, Place
 from gradsync.functional._rows import rows_that_fit
-from gradsync.functional._run import Begun, Run
+from gradsync.functional._run import Run
 from gradsync.functional._share import Closing, Share
 from gradsync.functional._steps import Steps, correction, sizes, window_size
 from gradsync.functional._stream import length, with_last

@@ -40,10 +40,11 @@ class Hold:
 
     __slots__ = ("_engines", "_found", "_holds")
 
-    def __init__(self, engines: Sequence[Holdable], *, shards: bool = False) -> None:
+    def __init__(self, engines: Sequence[Holdable], sync: str = "window") -> None:
         self._engines = engines
-        # `shards`: what shares shards with this rank may reduce, and only what is replicated elsewhere is held.
-        self._holds = [getattr(engine, "hold_shards", engine.hold) if shards else engine.hold for engine in engines]
+        # "shard": what shares shards with this rank may reduce, and only what is replicated elsewhere is held.
+        how = "hold_shards" if sync == "shard" else "hold"
+        self._holds = [getattr(engine, how, engine.hold) for engine in engines]
         self._found: list[list[Any]] = []
 
     def __enter__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradsync.functional._backward import Order
 from gradsync.functional._share import SUMS, Closing
@@ -141,3 +141,10 @@ class Boundary:
         source = self._source()
         for engine in self._window.active:
             engine.share_buffers(source)
+
+
+class Begun(NamedTuple):
+    """A backward that its driver runs by itself: how it synchronises, and the boundary that it is, if it is one."""
+
+    order: Order
+    boundary: Boundary | None

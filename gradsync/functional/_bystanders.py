@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from threading import Lock
 from typing import TYPE_CHECKING, Any
+
+from gradsync._registry import SWITCHING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 # Two threads may hold one teacher: the first to end must not switch it on for the other. How many hold a parameter is
 # on the parameter itself, as long as any does.
 _HOLDERS = "_gradsync_holders"
-_SWITCHING = Lock()
 
 
 class Bystanders:
@@ -45,7 +45,7 @@ class Bystanders:
             engine.rest()  # what is gathered already would not see the switch
         found = [engine.hold() for engine in self._engines]
         switched_off = []
-        with _SWITCHING:
+        with SWITCHING:
             for parameter in self._parameters:
                 state = vars(parameter)
                 holders = state.get(_HOLDERS, 0)
@@ -58,7 +58,7 @@ class Bystanders:
     def restore(self, found: tuple[list[Any], list[nn.Parameter]]) -> None:
         """Switch on exactly what was switched off, where no other thread still holds it."""
         flags, switched_off = found
-        with _SWITCHING:
+        with SWITCHING:
             for parameter in switched_off:
                 state = vars(parameter)
                 holders = state.pop(_HOLDERS, 1) - 1

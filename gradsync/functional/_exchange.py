@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gradsync._errors import GradSyncError
 from gradsync.functional._share import IN_WORDS, NOTHING, PLAIN, SUMS, Share
+from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import agreed, insist, meet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gradsync.functional._team import Team
     from gradsync.functional._terms import Terms
     from gradsync.functional._window import Window
     from gradsync.ranks.line import Sent
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 
 class Exchange(Protocol):
     """How the ranks tell each other what they bring to a window that closes."""
+
+    def plan(self, window: Window) -> None:
+        """A window opens."""
 
     def send(self, window: Window) -> Sent | None:
         """Put this rank's share on its way; None where nothing need be said."""
@@ -49,9 +54,6 @@ class Lane(Exchange, Protocol):
         """Whether the call that has begun is the last of all."""
         ...
 
-    def plan(self, window: Window) -> None:
-        """A window opens."""
-
 
 class Lanes(Protocol):
     """A loop, as its runs see it."""
@@ -70,6 +72,15 @@ class Counted:
     def __init__(self, terms: Terms, key: int) -> None:
         self._terms = terms
         self._key = key
+
+    def plan(self, window: Window) -> None:
+        """Where ranks take each micro-batch together, windows must be equally long from the start."""
+        team = window.team
+        if not team.in_step or not callable(self._terms.steps):
+            return
+        with WaitingFor(lambda: f"comparing the steps of window {window.number} of {team.name}"):
+            rows = team.line.send([float(window.size)]).rows()
+        agreed([(rank, int(row[0])) for rank, row in enumerate(rows)], "number of steps in a window")
 
     def send(self, window: Window) -> Sent | None:
         """See `Exchange`. Raises where backwards are missing that the other ranks count on."""
@@ -109,3 +120,11 @@ def alike(window: Window) -> list[Share]:
     if window.kind == SUMS:
         share = replace(share, count=float(share.count))  # a count on a device is waited for once
     return [share] * window.team.num_ranks
+
+
+def meet_at_flush(team: Team, number: int, index: int) -> list[int]:
+    """How many micro-batches each rank has in its open window; raises unless all have closed as many before it."""
+    words = {"number of closed windows at flush": number}
+    said = meet(team.group, f"flush of {team.name}", {**words, "open": index})
+    insist([{key: one[key] for key in words} for one in said])
+    return [one["open"] for one in said]

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
     from torch.amp import GradScaler
 
+    from gradsync.functional._boundary import Begun
     from gradsync.functional._iterator import MicroStep
     from gradsync.functional._loss import LossSum
     from gradsync.functional._place import Place
-    from gradsync.functional._run import Begun, Run
+    from gradsync.functional._run import Run
     from gradsync.functional._share import Closing
     from gradsync.functional._team import Team
     from gradsync.parts import Cut

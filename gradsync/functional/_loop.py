@@ -236,7 +236,7 @@ class Loop:
     def _close_alone(self) -> Iterator[Turn]:
         for run in self._known():
             if run.window is not None and run.terms.tail != "carry":
-                yield Turn(run, self._stand_in(run, Part.MISSES, last=True))
+                yield Turn(run, replace(self._stand_in(run, Part.MISSES), last=True))
 
     def _next(self) -> Turn | None:
         """The next window that some rank closes, where no forward waits for others."""
@@ -249,7 +249,7 @@ class Loop:
         closing = self._closing([Share.of(row) for row in sent.rows()])
         if closing is None:
             return None
-        place = self._stand_in(closing, Part.MISSES, last=True)
+        place = replace(self._stand_in(closing, Part.MISSES), last=True)
         closing.heard(sent)
         return Turn(closing, place)
 
@@ -261,19 +261,18 @@ class Loop:
             return None
         return self._run_of(min(opened) if closing == NOBODY else closing, shares)
 
-    def _stand_in(self, run: Run, part: Part, *, last: bool) -> Place:
-        run.follow(self.lane(run))
-        return run.stand_in(part, last=last)
+    def _stand_in(self, run: Run, part: Part) -> Place:
+        return run.stand_in(self.lane(run), part)
 
     def _next_in_step(self) -> Turn | None:
         """The next call of the other ranks, where forwards wait for each other."""
         run = self._chief
         assert run is not None, "they have met"
         if run.window is None and len(self._known()) == 1 and any(share.left for share in self._shares):
-            self._stand_in(run, Part.REPEATS, last=False)  # opens it, and with that plans it
+            self._stand_in(run, Part.REPEATS)  # opens it, and with that plans it
         if run.window is not None and self._planned is not None:
             last = run.index + 1 >= self._planned
-            return Turn(run, self._stand_in(run, self._part(run), last=last))
+            return Turn(run, replace(self._stand_in(run, self._part(run)), last=last))
         shares = self._ask(Share(open=self._first_open()))
         called = self._closing(shares)
         if called is None:
@@ -282,9 +281,9 @@ class Loop:
                     other.discard()  # opened for a window that did not come
             return None
         if all(share.closing == NOBODY for share in shares):
-            return Turn(called, self._stand_in(called, Part.MISSES, last=True))
+            return Turn(called, replace(self._stand_in(called, Part.MISSES), last=True))
         size = max(share.size for share in shares)
-        place = self._stand_in(called, self._part(called), last=False)
+        place = self._stand_in(called, self._part(called))
         nobody_left = not any(share.left for share in shares) and called.terms.tail != "carry"
         return Turn(called, replace(place, last=place.index + 1 >= size or nobody_left))
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
 from gradsync._registry import OPEN
 from gradsync.functional._backward import NO_RANGE, Both, Joined, Order, backward, named_range, reduce
-from gradsync.functional._boundary import Boundary
+from gradsync.functional._boundary import Begun, Boundary
 from gradsync.functional._crossing import Plainly, land
-from gradsync.functional._exchange import Counted
+from gradsync.functional._exchange import Counted, meet_at_flush
 from gradsync.functional._leaf_hooks import weightless
 from gradsync.functional._loss import LossSum, check_loss
 from gradsync.functional._place import Part, Place
@@ -18,9 +18,8 @@ from gradsync.functional._steps import window_size
 from gradsync.functional._team import Team
 from gradsync.functional._terms import Terms, Who
 from gradsync.functional._update import owned
-from gradsync.functional._window import Scale, Window
+from gradsync.functional._window import Window
 from gradsync.ranks.lost import WaitingFor, is_lost
-from gradsync.ranks.meet import agreed, insist, meet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,13 +33,6 @@ if TYPE_CHECKING:
     from gradsync.functional._exchange import Exchange, Lane, Lanes
     from gradsync.functional._share import Closing
     from gradsync.ranks.line import Sent
-
-
-class Begun(NamedTuple):
-    """A backward that its driver runs by itself: how it synchronises, and the boundary that it is, if it is one."""
-
-    order: Order
-    boundary: Boundary | None
 
 
 class Run:
@@ -106,14 +98,11 @@ class Run:
             window.team.check(self.name, who.models, who.optimizers)
         return Place(window.number, window.index, window.size, last)
 
-    def follow(self, lane: Lane) -> None:
-        """Windows are opened and closed with the ranks of a loop, though no call comes here."""
+    def stand_in(self, lane: Lane, part: Part) -> Place:
+        """The place of a rank whose data has ended, in a window of the others in a loop."""
         self._lane = lane
-
-    def stand_in(self, part: Part, *, last: bool) -> Place:
-        """The place of a rank whose data has ended, in a window of the others."""
         window = self.window or self.open(self.fit())
-        return Place(window.number, window.index, window.size, last, part)
+        return Place(window.number, window.index, window.size, last=False, part=part)
 
     def holding(self, place: Place) -> AbstractContextManager[Any]:
         """What a micro-batch's forward and backward are to be inside of."""
@@ -150,13 +139,7 @@ class Run:
         self, loss: torch.Tensor | LossSum, scaler: GradScaler | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the backward of a loss, or of a part of it, runs from, and what gradient it begins with (None: 1)."""
-        window = self._open_window
-        tensor = loss.loss if isinstance(loss, LossSum) else loss
-        seed = None if isinstance(loss, LossSum) else window.seed(tensor)
-        if scaler is not None and scaler.is_enabled():
-            window.scale = window.scale or Scale.of(scaler, tensor)
-            tensor = window.scale.apply(tensor)
-        return tensor, seed
+        return self._open_window.weigh(loss, scaler)
 
     def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Begun:
         """One micro-batch's backward begins that its driver runs by itself; the table of a window that closes leaves.
@@ -277,8 +260,7 @@ class Run:
         if self.team is None or not self.team.fits(models, optimizers):
             inside = (one for model in models for one in model.parameters())
             land({id(parameter) for parameter in (*owned(optimizers), *inside)}, of=self)
-            shards = self.terms.sync == "shard"
-            self.team = Team(self.name, models, optimizers, shards=shards, last=self.team)
+            self.team = Team(self.name, models, optimizers, sync=self.terms.sync, last=self.team)
         return self.team
 
     def open(self, team: Team) -> Window:
@@ -293,10 +275,7 @@ class Run:
         land(team.ids, beside=self)
         self.crossing.check(team)
         window = Window(team, self.number, window_size(self.terms.steps, self.number))
-        if self._lane is not None:
-            self._lane.plan(window)
-        elif team.in_step and callable(self.terms.steps):
-            self._agree_on_size(window)
+        self._exchange.plan(window)
         OPEN.add(self)
         self.window = window
         return window
@@ -323,10 +302,7 @@ class Run:
 
     def agree_to_flush(self) -> bool:
         """Whether any rank has an open window to close before its end. Collective; it changes nothing."""
-        words = {"number of closed windows at flush": self.number}
-        said = meet(self.fit().group, f"flush of {self.name}", {**words, "open": self.index})
-        insist([{key: one[key] for key in words} for one in said])
-        return any(one["open"] for one in said)
+        return any(meet_at_flush(self.fit(), self.number, self.index))
 
     def flush(self) -> Closing | None:
         """Close the open window now, as all ranks have agreed to. Collective."""
@@ -357,15 +333,12 @@ class Run:
 
     def _boundary(self) -> Boundary:
         """That of the open window, whose last micro-batch has come."""
-        exchange: Exchange = self._lane or Counted(self.terms, self.key)
         heard, self._heard = self._heard, None
-        return Boundary(self._open_window, self.terms, exchange, self.crossing, heard)
+        return Boundary(self._open_window, self.terms, self._exchange, self.crossing, heard)
 
-    def _agree_on_size(self, window: Window) -> None:
-        """Where ranks take each micro-batch together, windows must be equally long from the start."""
-        with WaitingFor(lambda: f"comparing the steps of window {self.number} of {self.name}"):
-            rows = window.team.line.send([float(window.size)]).rows()
-        agreed([(rank, int(row[0])) for rank, row in enumerate(rows)], "number of steps in a window")
+    @property
+    def _exchange(self) -> Exchange:
+        return self._lane or Counted(self.terms, self.key)
 
     def _order_of_held(self) -> Order:
         window = self._open_window

@@ -59,9 +59,7 @@ class Scene:
                     if parameter is not None:
                         found[parameter] = None
         mine = tuple(owned)
-        alike = tuple(
-            _likeness(p, is_trained=trained is None or id(p) in trained) for p in dict.fromkeys((*found, *mine))
-        )
+        alike = tuple(_likeness(p, trained) for p in dict.fromkeys((*found, *mine)))
         world = dist.group.WORLD if several_ranks() else None
         return cls(alike, mine, wrappers, {kind: kinds[kind] for kind in seen}, world)
 
@@ -97,8 +95,8 @@ class Scene:
         return ", ".join(told) or "the optimizers' parameters or the wrappers are others"
 
 
-def _likeness(parameter: nn.Parameter, *, is_trained: bool) -> _Parameter:
-    trainable = parameter.requires_grad and is_trained
+def _likeness(parameter: nn.Parameter, trained: frozenset[int] | None) -> _Parameter:
+    trainable = parameter.requires_grad and (trained is None or id(parameter) in trained)
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return parameter, None, None, None, trainable
     return parameter, parameter.dtype, parameter.device, parameter.shape, trainable

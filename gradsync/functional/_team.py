@@ -44,7 +44,7 @@ class Team:
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer] = (),
         *,
-        shards: bool = False,
+        sync: str = "window",
         last: Team | None = None,
     ) -> None:
         require_group(name)
@@ -67,14 +67,12 @@ class Team:
         watching = [m for m in models if not any(id(p) in theirs for p in m.parameters())]
         with WaitingFor(lambda: f"the first window of {name}, which makes the models equal"):
             engines = attach(trained, mine, lambda *those: _agree(name, *those))
-        self._set_engines(
-            engines, Bystanders([p for m in watching for p in m.parameters()], find(watching)), shards=shards
-        )
+        self._set_engines(engines, Bystanders([p for m in watching for p in m.parameters()], find(watching)), sync)
         self.unowned = [p for p in self.parameters if id(p) not in ids] if optimizers else []
         self._flags = [p.requires_grad for p in self.parameters]
         self.has_sync_batchnorm = any(isinstance(m, nn.SyncBatchNorm) for model in models for m in model.modules())
 
-    def _set_engines(self, engines: Sequence[Any], bystanders: Bystanders, *, shards: bool) -> None:
+    def _set_engines(self, engines: Sequence[Any], bystanders: Bystanders, sync: str) -> None:
         communicates = [engine.forward_communicates for engine in engines]
         # The largest first, which is the one to synchronise while backward runs.
         self.engines = engines if any(communicates) else sorted(engines, key=_num_elements, reverse=True)
@@ -82,7 +80,7 @@ class Team:
         self.line = Line(self.group, self.parameters)
         self.num_ranks, self.rank = self.line.num_ranks, self.line.rank
         self.twins = [group for engine in engines for group in engine.twins]
-        self.hold = Hold([*engines, bystanders] if bystanders else engines, shards=shards)
+        self.hold = Hold([*engines, bystanders] if bystanders else engines, sync)
         self.forward_communicates = any(communicates) or bystanders.forward_communicates
         # Plain gradients that are spread over ranks, by their parameters' ids: norms are over all of their pieces.
         pieces = [engine for engine in engines if engine.shard_group]

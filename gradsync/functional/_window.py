@@ -92,7 +92,18 @@ class Window:
         """What the ranks wait for each other with as it closes, in words."""
         return f"synchronising the gradients of window {self.number} of {self.team.name}"
 
-    def seed(self, loss: torch.Tensor) -> torch.Tensor | None:
+    def weigh(
+        self, loss: torch.Tensor | LossSum, scaler: GradScaler | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the backward of a loss runs from, and what gradient it begins with (None: 1)."""
+        tensor = loss.loss if isinstance(loss, LossSum) else loss
+        seed = None if isinstance(loss, LossSum) else self._seed(tensor)
+        if scaler is not None and scaler.is_enabled():
+            self.scale = self.scale or Scale.of(scaler, tensor)
+            tensor = self.scale.apply(tensor)
+        return tensor, seed
+
+    def _seed(self, loss: torch.Tensor) -> torch.Tensor | None:
         """The gradient that backward begins with: to the bit what `loss / size` would send on, without the division."""
         if self.kind == SUMS:
             return None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.autograd import Variable, profiler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradsync.engines import _privates
+from gradsync._registry import SAID_OF_TORCH
 from gradsync.engines._privates import PRIVATES, check_torch, missing
 
 
@@ -37,10 +37,10 @@ def test_ddp_and_its_reducer_have_what_the_engine_uses(ddp):
 
 @pytest.fixture
 def forgetful():
-    """`_warn` says a text once a process."""
-    _privates._warn.cache_clear()
+    """A text is said once a process."""
+    SAID_OF_TORCH.clear()
     yield
-    _privates._warn.cache_clear()
+    SAID_OF_TORCH.clear()
 
 
 @pytest.mark.parametrize(("version", "said"), [("2.9.1", ""), ("2.13.0+cpu", ""), ("2.15.3", ""), ("2.16.0a0+git", "tried with torch 2.9 to 2.15"), ("3.0.0", "this is torch 3.0.0")])

@@ -1,0 +1,100 @@
+"""Whether a `DistributedDataParallel` can be taken as it is, and whether its reducer fits the parameters of now.
+
+Private in torch: `_delay_all_reduce_params`, `_module_parameters`, `_get_ddp_logging_data`, and of the reducer
+`_get_zeros_like_grad_buckets`; of autograd's nodes `_input_metadata`, which has the shape that a node was made for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from gradsync._errors import GradSyncError
+from gradsync.engines._torch import ddp_finalizes_by_hand
+from gradsync.ranks.group import is_alive
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.nn.parallel import DistributedDataParallel
+
+
+def check(ddp: DistributedDataParallel) -> None:
+    """Raise for what cannot be kept exact."""
+    if ddp._delay_all_reduce_params:
+        raise GradSyncError(
+            "gradsync needs to hold a model's gradients back, but this DistributedDataParallel was made with "
+            "delay_all_reduce_named_params, which synchronises those parameters in every backward. "
+            "Leave that argument out."
+        )
+    if ddp_finalizes_by_hand(ddp):
+        raise GradSyncError(
+            "gradsync needs a backward to end its own reductions, but this DistributedDataParallel's "
+            "require_manual_backward_finalization is True, which leaves that to its user. Leave it False."
+        )
+    if not is_alive(ddp.process_group):  # pyright: ignore[reportArgumentType]
+        raise GradSyncError(
+            "A model on DistributedDataParallel needs the process group that it was wrapped with, but that one has "
+            "ended. Wrap the model anew in the group that there is now: gradsync.ddp(model.module)."
+        )
+    here = set(map(id, ddp.module.parameters()))
+    gone = [parameter for parameter in ddp._module_parameters if id(parameter) not in here]
+    if gone:
+        raise GradSyncError(
+            f"DistributedDataParallel reduces the parameters that its module had when it was wrapped, but {len(gone)} "
+            f"of them, of shape {', '.join(str(list(p.shape)) for p in gone[:3])}, are no longer in the module. Wrap "
+            "the model anew, and make the optimizer from its parameters: gradsync.ddp(model.module)."
+        )
+
+
+def is_built_for(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) -> bool:
+    """Whether the reducer is for just these parameters, as they are now."""
+    known = vars(ddp).get("_gradsync_reduced")
+    if known is not None:
+        return bool(known == tuple(map(likeness, reduced)))
+    if len(reduced) != ddp._get_ddp_logging_data()["num_parameter_tensors"]:
+        return False
+    if len(reduced) == len(ddp._module_parameters):
+        return True
+    # As many as it was made for, but perhaps others: its buckets know.
+    inside = {id(p) for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
+    return inside == set(map(id, reduced))
+
+
+def likeness(parameter: nn.Parameter) -> tuple[Any, ...]:
+    """What a reducer was made for. The id is safe: DDP holds the parameter."""
+    return id(parameter), parameter.dtype, parameter.device, parameter.shape
+
+
+def is_resized(parameter: nn.Parameter) -> bool:
+    """Whether autograd still has the node of another shape, which lives as long as somebody holds it."""
+    shape = get_gradient_edge(parameter).node._input_metadata[0].shape
+    return tuple(shape) != tuple(parameter.shape)
+
+
+def insist_on_shapes(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise where a backward would fail in torch's words: autograd still has a node of another shape."""
+    resized = [parameter for parameter in parameters if is_resized(parameter)]
+    if resized:
+        raise GradSyncError(
+            "A parameter must not be resized in place while something holds its node in autograd's graph, such as a "
+            f"DistributedDataParallel, a loss or a hook of yours, but {len(resized)} were, which now have the shape "
+            f"{', '.join(str(list(p.shape)) for p in resized[:3])}. Put a new nn.Parameter in its place, and make the "
+            "optimizer and the wrapper anew."
+        )
+
+
+def sparse_parameters(module: nn.Module) -> frozenset[int]:
+    embeddings = (one for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse)
+    return frozenset(id(one.weight) for one in embeddings)
+
+
+def unused_message(named: Iterable[tuple[str, nn.Parameter]], unused: Sequence[nn.Parameter]) -> str:
+    names = [name for name, p in named if any(p is one for one in unused)]
+    return (
+        f"Every trainable parameter of a DistributedDataParallel model must be used in each window, but on this rank "
+        f"no micro-batch of the window used {', '.join(names)}. Pass find_unused_parameters=True to "
+        "DistributedDataParallel, or hand gradsync the bare model, which needs no such flag."
+    )
