@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gradsync._errors import GradSyncError
 from gradsync.decorator.body import Body
 from gradsync.decorator.compressed import DTYPES, Compressed
-from gradsync.decorator.fitted import Fitted
+from gradsync.decorator.fitted import FittedCall
 from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.record import Record
 from gradsync.decorator.updates import Updates
@@ -44,7 +44,7 @@ class Call:
         self.ahead = Overlapped(self._updates, DTYPES[settings.compress]) if settings.overlap else None
         if self.ahead is not None or settings.compress is not None:
             self.run.crossing = self.ahead or Compressed()
-        self._fitted = None if settings.fit is False else Fitted(settings.fit, self._updates, self.watch)
+        self._fitted = None if settings.fit is False else FittedCall(settings.fit, self._updates, self.watch)
         self._participants: list[weakref.ref[Any]] = []
         self.ends: list[weakref.ref[Any]] = []  # which tell that an optimizer is gone
         self._running = False

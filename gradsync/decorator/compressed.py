@@ -23,6 +23,8 @@ DTYPES = {None: None, "bf16": torch.bfloat16}
 class Compressed:
     """The gradients of a call's windows travel in bfloat16, what else travels as it is."""
 
+    closes_before = False
+
     def check(self, team: Team) -> None:
         """Raise for engines that this is not for."""
         for engine in team.engines if team.num_ranks > 1 else ():

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gradsync.functional import Closing, Run, Team, Window
     from gradsync.overlap import Flight, InFlight
     from gradsync.overlap.saved import Saved
+    from gradsync.ranks.line import Sent
 
 # An attribute of a DDP, for the audit: how many windows' gradients travel from it, held ones of the next beside them.
 _NUM_TRAVELLING = "_gradsync_travelling"
@@ -43,11 +44,14 @@ class _Leg:
     factor: float  # of the engines' average
     own_factor: float | None  # of this rank's own gradients; None if they weigh nothing
     closed: ClosedLosses
+    failures: Sent | None  # which ranks have failed in it, and so drop it
     in_flight: InFlight | None = None  # None until it has departed
 
 
 class Overlapped:
     """The windows of one call that are between their boundary and their update."""
+
+    closes_before = True
 
     def __init__(self, updates: Updates, dtype: torch.dtype | None) -> None:
         """Gradients travel in `dtype`, None for their own."""
@@ -155,7 +159,9 @@ class Overlapped:
             self._land()
             updates.record.note_skipped(closed)
             return
-        self._closing = _Leg(self._flights, self._ddps, team, closing.factor, closing.own_factor, closed)
+        self._closing = _Leg(
+            self._flights, self._ddps, team, closing.factor, closing.own_factor, closed, closing.failures
+        )
         self._flights, self._ddps = (), ()
         TRAVELLING.add(self)
         updates.end_window()
@@ -219,7 +225,8 @@ class Overlapped:
                 with landing(in_flight), updates.stepping():
                     arrived = True
                     self._arrived(leg)
-                    made = updates.step(leg.team, leg.factor)
+                    failed = leg.failures is not None and any(row[0] for row in leg.failures.rows())
+                    made = None if failed else updates.step(leg.team, leg.factor)
             except BaseException:
                 if not arrived:
                     self.go_back()
@@ -232,7 +239,10 @@ class Overlapped:
             for later in self._legs:
                 assert later.in_flight is not None, "it has departed"
                 later.in_flight.watch.note()
-            updates.note_landed(made, leg.closed)
+            if made is None:
+                updates.record.note_skipped(leg.closed)
+            else:
+                updates.note_landed(made, leg.closed)
 
     def _arrived(self, leg: _Leg) -> None:
         self._legs.remove(leg)

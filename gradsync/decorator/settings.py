@@ -37,7 +37,7 @@ class Settings:
     compress: Compress | None = None
     fit: bool | Cut = False
 
-    def __post_init__(self) -> None:  # noqa: C901 - one check after another
+    def __post_init__(self) -> None:
         for name, allowed in (("tail", Tail), ("sync", Sync), ("nonfinite", NonFinite)):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, but it is {getattr(self, name)!r}.")
@@ -66,11 +66,6 @@ class Settings:
         check(self.compress)
         if self.fit is not False:
             Fit(self.fit)  # which raises for what it cannot be
-            if self.overlap or self.compress:
-                raise ValueError(
-                    "fit runs a boundary in parts, and overlap and compress have its gradients travel in a way of "
-                    "their own, but both came. Leave one of them out."
-                )
         self.terms()  # which looks at the steps
         check_settings(self.overlap, self.steps, sync=self.sync)
 

@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsync.engines._buffers import BuffersOnTheirWay
 from gradsync.engines._ddp import DDPEngine
 from gradsync.engines._ddp_fits import insist_on_shapes
 from gradsync.engines._protocol import Carrier
 from gradsync.engines._silent import silent
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 
 class Rest(NamedTuple):
@@ -76,8 +77,14 @@ class BehindEngine(DDPEngine):
         """Whether one of its parameters has been resized in place: it can never reduce again."""
         return any(shape != p.shape for (_, _, shape), p in zip(self._likeness, self.parameters, strict=True))
 
+    def _buffers(self) -> list[torch.Tensor]:
+        return [b for ref in self._roots if (root := ref()) is not None for b in _shared_buffers(root)]
+
+    def send_buffers(self, source: int) -> Callable[[], None]:
+        return BuffersOnTheirWay(self._buffers(), self.group, source).arrive
+
     def share_buffers(self, source: int) -> None:
-        buffers = [b for ref in self._roots if (root := ref()) is not None for b in _shared_buffers(root)]
+        buffers = self._buffers()
         if buffers:
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
                 dist._broadcast_coalesced(self.group, buffers, self._ddp.broadcast_bucket_size, source)

@@ -27,6 +27,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
+from gradsync.engines._buffers import BuffersOnTheirWay
 from gradsync.engines._ddp_fits import (
     check,
     insist_on_shapes,
@@ -105,6 +106,13 @@ class DDPEngine(Engine):
                 ddp._assign_modules_buffers()
                 with torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)):
                     ddp._sync_module_buffers(source)
+
+    def send_buffers(self, source: int) -> Callable[[], None]:
+        ddp = self._ddp
+        if not (ddp.broadcast_buffers and ddp.modules_buffers and self.group.size() > 1):
+            return _nothing
+        ddp._assign_modules_buffers()
+        return BuffersOnTheirWay(ddp.modules_buffers, self.group, source).arrive
 
     # -- micro-batch ----------------------------------------------------------------------------------------------
 
@@ -344,6 +352,9 @@ class DDPEngine(Engine):
             dist._register_comm_hook(ddp.reducer, state, hook)
         if builtin is not None:
             ddp._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, builtin))
+
+
+def _nothing() -> None: ...
 
 
 def _as_it_is(output: Any) -> Any:

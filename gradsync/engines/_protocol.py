@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
     from torch import nn
@@ -104,6 +104,10 @@ class Engine:
 
     def share_buffers(self, source: int) -> None:
         """A window closes: make the buffers those of the group's rank `source`. Collective."""
+
+    def send_buffers(self, source: int) -> Callable[[], None]:
+        """The same in two: they are on their way now, and in place when what is returned has been called."""
+        return lambda: self.share_buffers(source)
 
     def hold(self) -> Any:
         """Keep the gradients of coming backwards local; returns what was found, for `restore`."""

@@ -52,10 +52,12 @@ An exception would be `run.discard()`. On engines whose forward communicates, a 
 micro-batch run once more, and `run.repeat(place, loss)`.
 
 Smaller parts stand alone: arithmetic (`window_size`, `sizes`, `correction`), gradients (`normalise`, `clip`, `norm`,
-`all_finite`, `discard`), engines (`no_sync`, `sync_gradients`), the update (`update`), a whole loop (`sync_every`).
+`all_finite`, `discard`), engines (`no_sync`, `sync_gradients`), the update (`update`), a whole loop (`sync_every`),
+micro-batches that do not fit in memory in such a loop (`fit`), and how large one may be (`rows_that_fit`).
 """
 
 from gradsync.functional._boundary import Begun
+from gradsync.functional._fit import Fitting, fit
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
 from gradsync.functional._in_step import Turn
 from gradsync.functional._iterator import MicroStep, sync_every
@@ -63,6 +65,7 @@ from gradsync.functional._loop import Loop
 from gradsync.functional._loss import LossSum, detach, find_loss
 from gradsync.functional._no_sync import no_sync
 from gradsync.functional._place import Part, Place
+from gradsync.functional._rows import rows_that_fit
 from gradsync.functional._run import Run
 from gradsync.functional._share import Closing, Share
 from gradsync.functional._steps import Steps, correction, sizes, window_size
@@ -87,6 +90,7 @@ from gradsync.functional._window import Window
 __all__ = [
     "Begun",
     "Closing",
+    "Fitting",
     "Loop",
     "LossSum",
     "MicroStep",
@@ -110,6 +114,7 @@ __all__ = [
     "detach",
     "discard",
     "find_loss",
+    "fit",
     "length",
     "move",
     "no_sync",
@@ -117,6 +122,7 @@ __all__ = [
     "normalise",
     "owned",
     "refuse_nonfinite",
+    "rows_that_fit",
     "sizes",
     "step_optimizers",
     "sync_every",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradsync.functional._backward import Order
 from gradsync.functional._share import SUMS, Closing
@@ -10,6 +12,7 @@ from gradsync.ranks.lost import WaitingFor, is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from gradsync.functional._crossing import Crossing
     from gradsync.functional._exchange import Exchange
@@ -32,6 +35,10 @@ class Boundary:
         self._crossing = crossing
         self._heard = heard
         self._sent: Sent | None = None
+        self._due: Sequence[bool] = ()  # which ranks were to have a micro-batch
+        self._shares: Sequence[Share] | None = None  # what came, once that has been heard
+        self._arrivals: Sequence[Callable[[], None]] | None = None  # of buffers that have left already
+        self._across: AbstractContextManager[Any] | None = None  # entered already
 
     def order(self) -> Order:
         """How the engines synchronise; the table leaves now, or right before the second synchronisation."""
@@ -41,6 +48,13 @@ class Boundary:
         self._send()
         return order
 
+    def begin(self) -> Order:
+        """The same, for a backward that comes before `conclude`: from here on gradients cross as they are to."""
+        order = self.order()
+        self._across = across = ExitStack()
+        across.enter_context(self._crossing.across(self._window))
+        return order
+
     def synchronise(self, run: Callable[[Order], None]) -> Closing:
         """What came to the window, once `run` has synchronised it in the order that it is given."""
         return self.conclude(lambda: run(self.order()))
@@ -48,9 +62,10 @@ class Boundary:
     def conclude(self, run: Callable[[], None]) -> Closing:
         """The same, where the order has been asked for before."""
         window = self._window
+        across = self._across or self._crossing.across(window)
         with WaitingFor(window.what):
             try:
-                with self._crossing.across(window):
+                with across:
                     run()
             except BaseException as error:
                 if not is_lost(error):
@@ -64,35 +79,66 @@ class Boundary:
     def closing(self) -> Closing:
         """The gradients are synchronised: so are the buffers now, and what came is known."""
         window, team = self._window, self._window.team
-        shares = self._exchange.shares(window, self._sent)
+        shares = self._hear()
         alone = team.num_ranks == 1 and (self._exchange.is_of_ends or window.kind == SUMS)
         closing = Closing.of(shares, team.rank, is_told=self._sent is not None or alone)
-        self._share_buffers(shares)
-        if self._terms.skip and team.num_ranks > 1 and team.line.any(float(window.failed)):
-            return closing.without()
-        return closing
+        self._share_buffers()
+        if not self._terms.skip or team.num_ranks == 1:
+            return closing
+        failures = team.line.send([float(window.failed)])
+        if self._crossing.closes_before:
+            return replace(closing, failures=failures)
+        return closing.without() if any(row[0] for row in failures.rows()) else closing
 
     def complete_failed(self) -> None:
         """A backward has failed, and its collectives are complete: so are now those that come after it."""
         window = self._window
         try:
-            self._share_buffers(self._exchange.shares(window, self._sent))
+            self._hear()
+            self._share_buffers()
             if self._terms.skip and window.team.num_ranks > 1:
-                window.team.line.any(1.0)
+                failures = window.team.line.send([1.0])
+                if not self._crossing.closes_before:
+                    failures.rows()
         except Exception as second:  # noqa: BLE001 - the first error goes on
             if is_lost(second):
                 return
 
     def _send(self) -> None:
+        self._due = self._exchange.due
         self._sent = self._heard if self._heard is not None else self._exchange.send(self._window)
+        if self._crossing.closes_before and self._window.team.num_ranks > 1:
+            source = 0 if self._lowest_is_due else self._source()
+            self._arrivals = [engine.send_buffers(source) for engine in self._window.active]
 
-    def _share_buffers(self, shares: Sequence[Share]) -> None:
-        """Make the buffers of all ranks those of the lowest one that was to have a micro-batch."""
+    def _hear(self) -> Sequence[Share]:
+        """What each rank brings. Waits for the table, and for nothing else."""
+        if self._shares is None:
+            self._shares = self._exchange.shares(self._window, self._sent)
+        return self._shares
+
+    @property
+    def _lowest_is_due(self) -> bool:
+        """Whether all ranks know, without the table, that the lowest of them has a micro-batch in this window."""
+        if self._due:
+            return self._due[0]
+        return self._heard is None and not self._exchange.is_of_ends
+
+    def _source(self) -> int:
+        """The lowest rank that was to have a micro-batch."""
+        due = self._due
+        there = (r for r, share in enumerate(self._hear()) if share.num_calls or (r < len(due) and due[r]))
+        return next(there, 0)
+
+    def _share_buffers(self) -> None:
+        """Make the buffers of all ranks those of one."""
         if self._window.team.num_ranks == 1:
             return
-        due = self._exchange.due
-        there = (r for r, share in enumerate(shares) if share.num_calls or (r < len(due) and due[r]))
-        source = next(there, 0)
+        if self._arrivals is not None:
+            for arrive in self._arrivals:
+                arrive()
+            return
+        source = self._source()
         for engine in self._window.active:
             engine.share_buffers(source)
 

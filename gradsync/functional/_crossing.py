@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 class Crossing(Protocol):
     """How the gradients of a run's windows cross to the other ranks."""
 
+    #: Whether a window closes before its gradients have arrived: nothing that it needs may then come after them.
+    closes_before: bool
+
     def check(self, team: Team) -> None:
         """Raise for a team whose gradients cannot go this way; as a window opens."""
 
@@ -28,6 +31,8 @@ class Crossing(Protocol):
 
 class Plainly:
     """The engines' own way."""
+
+    closes_before = False
 
     def check(self, team: Team) -> None: ...
 

@@ -35,7 +35,7 @@ class Exchange(Protocol):
 
     @property
     def due(self) -> Sequence[bool]:
-        """Which ranks were to have a micro-batch in this window, as all of them know; empty where all were."""
+        """Which ranks are to have a micro-batch in the window that closes next, as all know; empty where all are."""
         ...
 
     @property

@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import rest
+from gradsync.functional._fit import OneBackward
 from gradsync.functional._gradients import normalise
 from gradsync.functional._leaf_hooks import PlainBackward, weightless
 from gradsync.functional._loop import Loop
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradsync.functional._backward import RunBackward
+    from gradsync.functional._fit import Fitted
     from gradsync.functional._share import Closing
     from gradsync.functional._steps import Steps
 
@@ -183,6 +185,39 @@ class _Turn:
 
     def backward(self, step: MicroStep, loss: torch.Tensor | LossSum, runs: RunBackward | None) -> None:
         """What `MicroStep.backward` does."""
+        place = self._begin(step)
+        if place.part is Part.RUNS:
+            self._close(self._run.backward(place, loss, run=runs))
+        elif place.part is Part.REPEATS:
+            self._close(self._run.repeat(place, loss, run=runs))
+        else:
+            self._close(self._run.miss(place))
+
+    def in_parts(
+        self,
+        step: MicroStep,
+        fitted: Fitted,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What a `Fitting` does: forward and backward in one."""
+        place = self._begin(step)
+        if place.part is Part.MISSES:
+            returned = fitted.run_forward(function, args, kwargs)
+            self._close(self._run.miss(place))
+            return returned
+        one = OneBackward(self._run, place)
+        try:
+            returned = fitted.run(one, function, args, kwargs)
+        except BaseException as error:
+            one.end(error)  # which raises it, once the collectives that it began are complete
+            raise
+        self._close(one.end())
+        return returned
+
+    def _begin(self, step: MicroStep) -> Place:
+        """The one backward of a step begins, in its own turn."""
         if step is not self._current or self._over is not None:
             again = self._done is step or self._over is not None
             raise GradSyncError(
@@ -196,16 +231,13 @@ class _Turn:
         self._explicit = True
         if self._plain is not None:
             self._plain.remove()
-        if place.part is Part.RUNS:
-            self._closing = self._run.backward(place, loss, run=runs)
-        elif place.part is Part.REPEATS:
-            self._closing = self._run.repeat(place, loss, run=runs)
-        else:
-            self._closing = self._run.miss(place)
-        if self._closing is not None:
-            self._normalise(self._closing)
+        return place
 
-    def _normalise(self, closing: Closing) -> None:
+    def _close(self, closing: Closing | None) -> None:
+        """The backward has ended; `closing` is that of the window, if this closes it."""
+        self._closing = closing
+        if closing is None:
+            return
         team = self._run.fit()
         self.is_empty = closing.factor is None
         if closing.factor is None:

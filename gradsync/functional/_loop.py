@@ -45,7 +45,6 @@ class Loop:
         self._talk = Talk(name, runs)
         self._in_step = InStep(self.data, self._talk)
         self._told_end: set[Run] = set()  # whose last window has closed, as the ranks know
-        self.due: Sequence[bool] = ()  # which ranks had data for the window that closes, as all have said before
 
     def lane(self, run: Run) -> _Lane:
         """What this loop is to one of its runs."""
@@ -104,6 +103,11 @@ class Loop:
 
     # -- a window that closes ---------------------------------------------------------------------------------------
 
+    @property
+    def due(self) -> Sequence[bool]:
+        """Which ranks are to have a micro-batch in the window that closes next, as all said in the table before."""
+        return [share.left > 0 for share in self._talk.shares]
+
     def share(self, run: Run, window: Window) -> Share:
         """What this rank says of a window that it closes."""
         once, left = float(self.data.calls_once(run)), self.data.left(run)
@@ -121,7 +125,6 @@ class Loop:
             # A rank whose data has ended, and that has several windows open, did not know which one it is.
             mine = self.share(run, window)
             shares = [Share.of(row) for row in talk.send(mine).rows()]
-        self.due = [share.left > 0 for share in talk.shares]
         talk.shares = shares
         return shares
 

@@ -153,7 +153,7 @@ class Run:
             return Begun(self._order_of_held(), None)
         boundary = self._boundary()
         with WaitingFor(self.what):
-            return Begun(boundary.order(), boundary)
+            return Begun(boundary.begin(), boundary)
 
     def end(self, begun: Begun, error: BaseException | None = None) -> Closing | None:
         """That backward has ended, in `error` if it failed; what follows is as in `backward`."""

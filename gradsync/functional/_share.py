@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from gradsync.ranks.line import Sent
+
 NOTHING, MEANS, SUMS, PLAIN = 0.0, 1.0, 2.0, 3.0  # the kinds of losses
 IN_WORDS = {NOTHING: None, MEANS: "a mean", SUMS: "a LossSum", PLAIN: "a plain backward"}
 NOBODY = -1.0
@@ -71,6 +73,7 @@ class Closing:
     rank: int
     factor: float | None
     is_told: bool = True  # whether these are the ranks' own words, and not what must be
+    failures: Sent | None = None  # which ranks have failed since, where nobody has waited for that yet
 
     @classmethod
     def of(cls, shares: Sequence[Share], rank: int, *, is_told: bool = True) -> Closing:

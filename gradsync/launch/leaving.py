@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from gradsync._registry import TRAVELLING
 from gradsync.engines import settle_all_groups
+from gradsync.overlap import LEFT
 
 _SHORT = 1.0  # seconds for gloo's workers, which may hang on a rank that is lost
 
@@ -22,6 +25,7 @@ _SHORT = 1.0  # seconds for gloo's workers, which may hang on a rank that is los
 def leave(error: BaseException | None) -> None:
     """End all process groups; `error` is what ends this rank, None in the end of a job."""
     failed = error is not None and not _is_good_exit(error)
+    _end_travels(warns=not failed)
     if failed and _may_wait_for_a_device():
         assert error is not None, "it has failed"
         _print_at_once(error)
@@ -30,6 +34,15 @@ def leave(error: BaseException | None) -> None:
     else:
         settle_all_groups()
         dist.destroy_process_group()
+
+
+def _end_travels(*, warns: bool) -> None:
+    """What travels (`overlap`) will not arrive: parameters are the last true ones again."""
+    for travelling in list(TRAVELLING):
+        name = travelling.run.name
+        travelling.abandon()
+        if warns:
+            warnings.warn(LEFT.format(what=f"the process group of {name}"), RuntimeWarning, stacklevel=4)
 
 
 def _is_good_exit(error: BaseException) -> bool:

@@ -197,7 +197,8 @@ class _Call:
         if self.quiet is None:
             self.quiet = Quiet()
         self.work.begin()
-        self.quiet.backward(self.work.scale(found), weight, piece.left)
+        if piece.left:
+            self.quiet.backward(self.work.scale(found), weight, piece.left)
         if not self.is_spent:
             self.whole = add(self.whole, found, weight)
         if not self.todo:
@@ -208,7 +209,7 @@ class _Call:
         is_sum = isinstance(found, LossSum)
         loss = found.loss if isinstance(found, LossSum) else found
         check_loss(loss)
-        if self.fit.unchecked:
+        if self.fit.unchecked and self.work.parameters:
             check_graph(loss, self.work.parameters)
             self.fit.unchecked = False
         if self.whole is not None and is_sum != isinstance(self.whole, LossSum):

@@ -50,7 +50,8 @@ def check_engines(engines: Iterable[Engine]) -> None:
             raise GradSyncError(
                 "fit runs a micro-batch in parts on the rank where it does not fit in memory, without the others, but "
                 f"the forward of {type(engine).__name__.removesuffix('Engine')} communicates, so that all ranks must "
-                "run equally many. Leave fit out, and look for a size that fits in advance, on all ranks together."
+                "run equally many. Leave fit out, and look for a size that fits in advance, on all ranks together: "
+                "gradsync.functional.rows_that_fit(model, function, most=...)."
             )
 
 

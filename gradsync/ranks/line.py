@@ -56,10 +56,6 @@ class Line:
             table.record_stream(self._stream)
         return Sent(host, arrival=self._stream.record_event())
 
-    def any(self, flag: float) -> bool:
-        """Whether any rank raises its flag. Collective; it waits for the others."""
-        return any(row[0] for row in self.send([flag]).rows())
-
     def _table(self, row: Row) -> torch.Tensor:
         """All zeros but for this rank's row."""
         table = torch.zeros(self.num_ranks, len(row), dtype=torch.float64, pin_memory=self._is_slow)

@@ -6,9 +6,19 @@ import torch
 import torch.distributed as dist
 
 import gradsync
-from tests.overlap.loop import Model, Plan, optimizer_of, parameters_of, scheduler_of
+from tests.overlap.loop import Model, Plan, optimizer_of, parameters_of, scheduler_of, state_of
 
-STEPS = 3
+
+class Breaks(torch.autograd.Function):
+    """Raises in its backward."""
+
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyError
 
 
 class Training:
@@ -16,7 +26,7 @@ class Training:
 
     def __init__(self, plan: Plan, **options) -> None:
         self.plan, self.rank = plan, dist.get_rank() if dist.is_initialized() else 0
-        self.model = Model(getattr(torch, plan.dtype))
+        self.model = Model(getattr(torch, plan.dtype), plan.dropout)
         self.optimizer = optimizer_of(plan.optimizer, self.model)
         self.scheduler = scheduler_of(self.optimizer)
         self.seen: list[list[torch.Tensor]] = []
@@ -24,14 +34,17 @@ class Training:
         self.fails_at: int | None = None
 
         @gradsync.accumulating(
-            STEPS,
+            plan.steps if isinstance(plan.steps, int) else plan.size,
             model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
+            optimizer=getattr(self.optimizer, "both", self.optimizer),
+            scheduler=getattr(self.scheduler, "both", self.scheduler),
             clip_norm=plan.clip_norm,
-            skip=KeyError if plan.broken else (),
+            tail=plan.tail,
+            nonfinite="skip" if plan.infinite else "step",
+            skip=KeyError if plan.broken or plan.breaking else (),
             on_update=self.note,
             overlap=plan.m,
+            compress="bf16" if plan.compress else None,
             **options,
         )
         def step(index):
@@ -42,10 +55,13 @@ class Training:
             loss = self.model.loss(self.rank, index)
             if (self.rank, index) in plan.infinite:
                 loss = loss * float("nan")
+            if (self.rank, index) in plan.breaking:
+                loss = Breaks.apply(loss)
             weight = plan.weight(self.rank, index)
             return gradsync.LossSum(loss * weight, weight) if plan.sums else loss
 
         self.step = step
+        torch.set_rng_state(state_of(self.rank))
 
     def note(self, progress: gradsync.Progress) -> None:
         self.told.append(progress)
@@ -66,14 +82,9 @@ def trained(plan: Plan, how: str = "known", **options) -> list[list[torch.Tensor
     if how == "flush":
         training.step.flush()
     assert all(parameter.grad is None for parameter in training.model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(training.parameters, training.seen[-1])), "it has landed"
+    if training.seen:
+        assert all(torch.equal(a, b) for a, b in zip(training.parameters, training.seen[-1])), "it has landed"
     assert [progress.updates for progress in training.told] == list(range(1, len(training.seen) + 1))
     return training.seen
 
 
-def trained_skipping(plan: Plan) -> list[list[torch.Tensor]]:
-    return trained(plan, nonfinite="skip")
-
-
-def trained_compressed(plan: Plan) -> list[list[torch.Tensor]]:
-    return trained(plan, compress="bf16")

@@ -20,16 +20,17 @@ from tests.support.reference import mean_loss, micro_batch
 class Model(nn.Module):
     """`extra` is used by some micro-batches, and `never` by none."""
 
-    def __init__(self, dtype=torch.float64):
+    def __init__(self, dtype=torch.float64, dropout=0.0):
         super().__init__()
         torch.manual_seed(7)
+        self.dropout = dropout
         self.inner = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
         self.extra = nn.Parameter(torch.ones(3))
         self.never = nn.Parameter(torch.ones(2))
         self.to(dtype)
 
     def loss(self, rank: int, index: int):
-        x = micro_batch(rank, index, dtype=self.extra.dtype)
+        x = nn.functional.dropout(micro_batch(rank, index, dtype=self.extra.dtype), self.dropout)
         loss = mean_loss(self.inner, x)
         return loss + (self.extra * x).mean() if (rank + index // 2) % 3 == 0 else loss
 
@@ -46,6 +47,15 @@ class Plan:
     sums: bool = False  # whether losses are sums, over another number of items in each micro-batch
     broken: tuple[tuple[int, int], ...] = ()  # (rank, index) of micro-batches that bring nothing
     infinite: tuple[tuple[int, int], ...] = ()  # (rank, index) of those whose loss is no number
+    compress: bool = False  # whether gradients travel in bfloat16; simulated for 2 ranks, whose sum has one order
+    steps: int | tuple[int, ...] = 3  # what windows are planned for; of a tuple, one after another, and again
+    breaking: tuple[tuple[int, int], ...] = ()  # (rank, index) of those whose backward raises
+    tail: str = "step"
+    dropout: float = 0.0
+
+    def size(self, window: int) -> int:
+        """What a window is planned for."""
+        return self.steps if isinstance(self.steps, int) else self.steps[window % len(self.steps)]
 
     def weight(self, rank: int, index: int) -> int:
         """What a micro-batch's loss is a sum over; 1 for means."""
@@ -54,14 +64,33 @@ class Plan:
         return (3 * rank + 2 * index) % 5 if self.sums else 1
 
 
-def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+class Two:
+    """Two optimizers, or two schedulers, as one to a loop by hand."""
+
+    def __init__(self, *both) -> None:
+        self.both = both
+
+    def step(self) -> None:
+        for one in self.both:
+            one.step()
+
+    def zero_grad(self) -> None:
+        for one in self.both:
+            one.zero_grad()
+
+
+def optimizer_of(name: str, model: nn.Module):
     parameters = list(model.parameters())
+    if name == "two":
+        return Two(torch.optim.SGD(parameters[:3], lr=0.3, momentum=0.9), torch.optim.AdamW(parameters[3:], lr=0.05))
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=0.3, momentum=0.9, dampening=0.2, weight_decay=0.1)
     return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, foreach=name == "foreach", fused=name == "fused")
 
 
 def scheduler_of(optimizer):
+    if isinstance(optimizer, Two):
+        return Two(*map(scheduler_of, optimizer.both))
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
 
 
@@ -162,7 +191,8 @@ def drive(plan: Plan) -> list[list[torch.Tensor]]:
 def simulate(plan: Plan) -> list[list[torch.Tensor]]:
     """The same on one process: each rank's provisional parameters are a copy of its own."""
     ranks = range(len(plan.counts[0]))
-    model = Model()
+    model = Model(dropout=plan.dropout)
+    random = [state_of(rank) for rank in ranks]
     optimizer = optimizer_of("adamw" if plan.optimizer in ("foreach", "fused") else plan.optimizer, model)
     scheduler = scheduler_of(optimizer)
     ahead = [model for _ in ranks]
@@ -178,7 +208,7 @@ def simulate(plan: Plan) -> list[list[torch.Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
 
-    for counts in plan.counts:
+    for window, counts in enumerate(plan.counts):
         before = copy.deepcopy(model)
         if travelling is not None and is_finite(travelling):
             step(model, optimizer, travelling)
@@ -192,32 +222,52 @@ def simulate(plan: Plan) -> list[list[torch.Tensor]]:
                     continue
                 early = index < plan.m and travelling is not None
                 at = (before if ahead[rank] is model else ahead[rank]) if early else model
+                torch.set_rng_state(random[rank])
                 loss = at.loss(rank, taken[rank] + index) * (plan.weight(rank, taken[rank] + index) if plan.sums else 1)
-                if (rank, taken[rank] + index) in plan.infinite:
+                random[rank] = torch.get_rng_state()
+                if (rank, taken[rank] + index) in (*plan.infinite, *plan.breaking):
                     loss = loss * float("nan")
                 for place, g in enumerate(torch.autograd.grad(loss, list(at.parameters()), allow_unused=True)):
                     if g is not None:
                         sums[place] = g if sums[place] is None else sums[place] + g
             own.append(sums)
+        # What failed before the boundary is in the table: no rank goes on from an update that will not be made.
+        held = [(rank, taken[rank] + index) for rank in ranks for index in range(counts[rank] - 1)]
+        is_told = any(one in plan.breaking for one in held)
         weights = [sum(plan.weight(rank, taken[rank] + index) for index in range(counts[rank])) for rank in ranks]
         travelling = []
         for gradients in zip(*own):
-            used = [g for g in gradients if g is not None]
-            travelling.append(sum(used) / sum(weights) if used and sum(weights) else None)
+            used = any(g is not None for g in gradients) and sum(weights)
+            travelling.append(mean_over_ranks(plan, gradients, sum(weights), plan.size(window)) if used else None)
         for rank in ranks:
             taken[rank] += counts[rank]
             ahead[rank] = model
-            if weights[rank] and is_finite(own[rank]):
+            if weights[rank] and is_finite(own[rank]) and not is_told:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     ahead[rank], stepped = copy.deepcopy((model, optimizer))
                 step(ahead[rank], stepped, [None if g is None else g / weights[rank] for g in own[rank]])
-        if not sum(weights):
+        if not sum(weights) or is_told or (plan.tail == "drop" and max(counts) < plan.size(window)):
             travelling = None
     if travelling is not None and is_finite(travelling):
         step(model, optimizer, travelling)
         seen.append(parameters_of(model))
     return seen
+
+
+def state_of(rank: int) -> torch.Tensor:
+    """A rank's random state as it begins."""
+    return torch.Generator().manual_seed(100 + rank).get_state()
+
+
+def mean_over_ranks(plan: Plan, gradients, total: float, size: int) -> torch.Tensor:
+    """Of each rank's sum, None for nothing, over `total` micro-batches or items."""
+    if not plan.compress:
+        return sum(g for g in gradients if g is not None) / total
+    zeros = torch.zeros_like(next(g for g in gradients if g is not None))
+    planned, num_ranks = 1 if plan.sums else size, len(gradients)
+    shares = [((zeros if g is None else g) / planned).bfloat16() / num_ranks for g in gradients]
+    return sum(shares).double() * (planned * num_ranks / total)
 
 
 def is_finite(gradients) -> bool:

@@ -7,7 +7,7 @@ import torch
 
 import gradsync
 from tests.overlap import events
-from tests.overlap.decorated import trained, trained_compressed, trained_skipping
+from tests.overlap.decorated import trained
 from tests.overlap.loop import Plan, simulate
 from tests.overlap.test_truth import even, far
 
@@ -28,13 +28,13 @@ def test_windows_that_are_not_finite_make_no_update(ranks, num_ranks):
         plan = Plan(even(num_ranks), m, "adamw", infinite=((1, 4), (0, 9)))
         expected = simulate(plan)
         assert len(expected) == 3
-        for seen in ranks(num_ranks).run(trained_skipping, plan):
+        for seen in ranks(num_ranks).run(trained, plan):
             assert far(seen, expected) < 1e-12
 
 
 def test_a_run_repeats_bit_by_bit_and_ranks_are_equal(ranks):
-    plan = Plan(((3, 3), (3, 3), (2, 3), (0, 3)), 2, "adamw", 0.3, dtype="float32")
-    one, two = (ranks(2).run(trained_compressed, plan) for _ in range(2))
+    plan = Plan(((3, 3), (3, 3), (2, 3), (0, 3)), 2, "adamw", 0.3, dtype="float32", compress=True)
+    one, two = (ranks(2).run(trained, plan) for _ in range(2))
     assert all(events.same(a, b) for seen in (*one, *two) for a, b in zip(seen, one[0], strict=True))
 
 

@@ -10,7 +10,8 @@ from tests.overlap.loop import Plan, drive, simulate
 
 def far(seen, expected) -> float:
     assert len(seen) == len(expected)
-    return max((a.double() - b).abs().max().item() for one, two in zip(seen, expected) for a, b in zip(one, two))
+    pairs = [pair for one, two in zip(seen, expected) for pair in zip(one, two)]
+    return max(((a.double() - b).abs().max().item() for a, b in pairs), default=0.0)
 
 
 def even(num_ranks: int, steps: int = 3, windows: int = 5) -> tuple[tuple[int, ...], ...]:

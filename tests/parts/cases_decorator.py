@@ -49,7 +49,7 @@ def truth(windows, function=mean_loss, make=Net, rows=lambda rank, index: ROWS):
 
 
 def regular(num_windows=2):
-    ranks = range(dist.get_world_size())
+    ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
     return [[(r, WINDOW * w + i) for r in ranks for i in range(WINDOW)] for w in range(num_windows)]
 
 
@@ -225,12 +225,14 @@ def several(kind, where):
 
 def refused():
     """What other ranks wait for cannot be cut by one alone."""
+    from torch.distributed._composable.replicate import replicate
     from torch.distributed.fsdp import fully_shard
 
     net = lambda: nn.Linear(5, 5).double()  # noqa: E731
     makes = [
-        (lambda: fully_shard(net()), "forward of FSDP2 communicates"),
+        (lambda: fully_shard(net()), "forward of FSDP2 communicates, so that all ranks must run equally many. Leave fit out, and look for a size"),
         (lambda: DistributedDataParallel(net(), static_graph=True), "static_graph=True counts on"),
+        (lambda: replicate(net(), static_graph=True), "static_graph=True counts on"),
         (lambda: nn.Sequential(net(), nn.BatchNorm1d(5).double()), "1 is a BatchNorm1d in training"),
     ]
     for make, message in makes:

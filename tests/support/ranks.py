@@ -19,6 +19,9 @@ PATIENCE = float(os.environ.get("GRADSYNC_PATIENCE", "1"))  # by what limits are
 TIME_LIMIT = 60.0  # seconds a case may take
 GROUP_TIMEOUT = timedelta(seconds=40 * PATIENCE)  # shorter, so that a rank can say what it waited for
 
+# Imported once, before the ranks are forked: the first optimizer brings in torch._dynamo, which takes seconds.
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch._dynamo", "gradsync", "tests.support.ranks"]
+
 
 class RankError(AssertionError):
     """A case failed on some rank; the text has that rank's traceback."""
@@ -70,7 +73,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "gradsync", "tests.support.ranks"])
+        context.set_forkserver_preload(PRELOADED)
         init = os.path.join(tempfile.mkdtemp(prefix="gradsync-ranks-"), "store")
         for rank in range(self.size):
             here, there = context.Pipe()

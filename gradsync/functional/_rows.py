@@ -1,0 +1,126 @@
+"""A micro-batch's size that fits on all ranks, found before the training: for engines whose forward communicates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from gradsync._errors import GradSyncError
+from gradsync.engines import find
+from gradsync.functional._backward import Hold
+from gradsync.functional._loss import LossSum, find_loss
+from gradsync.functional._no_sync import check_modules
+from gradsync.parts.memory import Before, Buffers, free, is_out_of_memory, let_go
+from gradsync.parts.peak import is_room, meter_of
+from gradsync.ranks.group import require_group
+from gradsync.ranks.lost import WaitingFor
+from gradsync.ranks.meet import insist, meet, ranks_where
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import nn
+
+    from gradsync.parts.peak import Meter, Took
+
+
+def rows_that_fit(
+    model: nn.Module | Sequence[nn.Module],
+    function: Callable[[int], Any],
+    most: int,
+    *,
+    meter: Meter | None = None,
+) -> int:
+    """The number of rows that fits in memory on all ranks: 1, 2, 4, ... up to `most`. Collective.
+
+    `function(rows)` returns the loss of a micro-batch with so many rows, as a step function does; its backward is run
+    as well. All ranks try the same size, from one row upwards, and from the third size on only if each of them expects,
+    by the memory that the last two took, that it fits: a rank that failed in the middle of a forward which communicates
+    would leave the others waiting in it. Where an attempt fails all the same, on all ranks alike, the one before it is
+    the answer. It leaves no gradients; buffers and random state are put back. Make the optimizer's state first (a step
+    with zero gradients), so that it has its room. `meter` measures an attempt in place of the device's own counters.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> gradsync.functional.rows_that_fit(model, lambda rows: model(torch.ones(rows, 2)).sum(), most=6)
+    6
+    """
+    models = check_modules(model, "functional.rows_that_fit")
+    if not isinstance(most, int) or most < 1:
+        raise ValueError(f"most must be the largest number of rows to try, from 1, but it is {most!r}.")
+    require_group("functional.rows_that_fit")
+    trial = _Trial(models, function, meter)
+    insist(meet(trial.group, "the start of rows_that_fit", {"most": most}))
+    found, before = 0, None
+    for rows, following in _sizes(most):
+        took, error = trial.run(rows)
+        goes_on = took is None or following is None or is_room(before, took, following / rows)
+        with WaitingFor(lambda: f"hearing whether {rows} rows fit on the other ranks"):  # noqa: B023 - at once
+            said = meet(trial.group, f"trying {rows} rows", {"fits": error is None, "goes on": goes_on})
+        lacking = ranks_where(not one["fits"] for one in said)
+        if lacking and not found:
+            raise GradSyncError(
+                f"One row must fit in memory on every rank, but it does not on rank {lacking}. Shard the model more, "
+                "recompute activations (torch.utils.checkpoint), or shorten the rows."
+            ) from error
+        if lacking:
+            break
+        found, before = rows, took
+        if not all(one["goes on"] for one in said):
+            break
+    return found
+
+
+def _sizes(most: int) -> Iterator[tuple[int, int | None]]:
+    """The sizes to try, each with the one after it."""
+    rows = 1
+    while rows < most:
+        following = min(2 * rows, most)
+        yield rows, following
+        rows = following
+    yield rows, None
+
+
+class _Trial:
+    """Attempts, each of which leaves everything as it was."""
+
+    def __init__(self, models: Sequence[nn.Module], function: Callable[[int], Any], meter: Meter | None) -> None:
+        engines = find(models)
+        self._models, self._function, self._engines = models, function, engines
+        self._parameters = [parameter for model in models for parameter in model.parameters()]
+        self._meter = meter or meter_of(self._parameters[0].device)
+        self._hold = Hold(engines)
+        self._buffers = Buffers(models)
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.group = dist.group.WORLD if several else None
+        if any(parameter.grad is not None for parameter in self._parameters):
+            raise GradSyncError(
+                "rows_that_fit needs a model without gradients, which an attempt would add to, but there are some. "
+                "Call it between windows, after zero_grad()."
+            )
+
+    def run(self, rows: int) -> tuple[Took | None, Exception | None]:
+        """What an attempt took; or why it failed, if that was for lack of memory."""
+        devices = {parameter.device for parameter in self._parameters if parameter.device.type != "cpu"}
+        before = Before(self._buffers, sorted(devices, key=str))
+        try:
+            return self._meter(lambda: self._attempt(rows)), None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            let_go(error, None)
+            failure = error
+        finally:
+            before.put_back()
+            for engine in self._engines:
+                engine.discard()
+                engine.rest()
+            for parameter in self._parameters:
+                parameter.grad = None
+        free()
+        return None, failure
+
+    def _attempt(self, rows: int) -> None:
+        with self._hold:
+            loss = find_loss(self._function(rows))
+            (loss.loss if isinstance(loss, LossSum) else loss).backward()
