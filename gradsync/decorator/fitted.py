@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._fit import Fitted, OneBackward
+from gradsync.functional._fitted import Fitted, OneBackward
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:

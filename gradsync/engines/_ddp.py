@@ -17,14 +17,13 @@ from __future__ import annotations
 import re
 import time
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.utils import _to_kwargs
-from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
 from gradsync.engines._buffers import BuffersOnTheirWay
@@ -37,12 +36,15 @@ from gradsync.engines._ddp_fits import (
     sparse_parameters,
     unused_message,
 )
+from gradsync.engines._ddp_forward import as_it_is, moved, shortcut
 from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Carrier, Engine
 from gradsync.engines._silent import silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch.nn.parallel import DistributedDataParallel
 
 # Seconds for reductions that nobody can wait for any more: torch keeps their futures to itself, and a late one would
 # write into the buckets of the next. All ranks have begun them, and a worker needs the GIL, which sleeping gives up.
@@ -78,7 +80,7 @@ class DDPEngine(Engine):
         self._ddp = ddp
         self._sparse = sparse_parameters(ddp.module if module is None else module)
         self._reduced = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
-        self._shortcut = None if module is not None else _shortcut(ddp)
+        self._shortcut = None if module is not None else shortcut(ddp)
         self._watches: list[Any] = []  # hooks that tell whether the armed backward came by
         self._came_by = False
         if self._reduced and not is_built_for(ddp, self._reduced):
@@ -157,20 +159,11 @@ class DDPEngine(Engine):
         """As every engine's; and around DDP's own forward, which refuses to run while a reduction is half done."""
         state = vars(self._ddp)
         with super().holding_armed():
-            state["_pre_forward"], state["_post_forward"] = self._moved, _as_it_is
+            state["_pre_forward"], state["_post_forward"] = partial(moved, self._ddp), as_it_is
             try:
                 yield
             finally:
                 del state["_pre_forward"], state["_post_forward"]
-
-    def _moved(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """The inputs of a forward, on the device that DDP moves them to."""
-        ddp = self._ddp
-        if not ddp.device_ids:
-            return inputs, kwargs
-        device = torch.device(ddp.device_type, ddp.device_ids[0])
-        moved, named = _to_kwargs(inputs, kwargs, device, ddp.use_side_stream_for_tensor_copies)
-        return moved[0], named[0]
 
     def settle(self) -> None:
         if self._ddp._use_python_reducer:
@@ -355,22 +348,3 @@ class DDPEngine(Engine):
 
 
 def _nothing() -> None: ...
-
-
-def _as_it_is(output: Any) -> Any:
-    return output
-
-
-def _shortcut(ddp: DistributedDataParallel) -> Callable[..., Any] | None:
-    """The forward of the module inside, where that of a DDP that is held would add nothing to it but its own cost.
-
-    Which is more than half of a tiny model's. It may move or cast inputs, mark the outputs of a search or a static
-    graph, and tell torch.compile where it is; these keep it.
-    """
-    works = ddp.device_ids or ddp.mixed_precision or ddp.find_unused_parameters or ddp.static_graph
-    own = type(ddp).forward is not DistributedDataParallel.forward or "forward" in vars(ddp)
-    compiled = any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in ddp.modules())
-    in_backward = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp._module_parameters)
-    if works or own or compiled or in_backward or ddp._use_python_reducer:
-        return None
-    return ddp.module.__call__

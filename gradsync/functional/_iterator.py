@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import rest
-from gradsync.functional._fit import OneBackward
+from gradsync.functional._fitted import OneBackward
 from gradsync.functional._gradients import normalise
 from gradsync.functional._leaf_hooks import PlainBackward, weightless
 from gradsync.functional._loop import Loop
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradsync.functional._backward import RunBackward
-    from gradsync.functional._fit import Fitted
+    from gradsync.functional._fitted import Fitted
     from gradsync.functional._share import Closing
     from gradsync.functional._steps import Steps
 
