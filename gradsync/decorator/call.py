@@ -115,7 +115,9 @@ class Call:
             if self.ahead is not None:
                 self.ahead.begin()
             place = run.start(run.who, loop)
-            team = run.fit()
+            window = run.window
+            assert window is not None, "opened by now"
+            team = window.team
             if place.index == 0:
                 self.watch.begin(self.name, team)
             with run.holding(place):
@@ -126,9 +128,9 @@ class Call:
                     waiting = True
                     if loss is not None:
                         self.watch.check(self.name, run.index)
-                        num_dropped = run.num_dropped
+                        num_dropped = window.num_dropped
                         closing = run.backward(place, loss, scaler=self._updates.scaler)
-                        returned = detach(returned, loss) if run.num_dropped == num_dropped else None
+                        returned = detach(returned, loss) if window.num_dropped == num_dropped else None
                         if team.forward_communicates:
                             self._body.remember(function, args, kwargs, loop)
                     elif team.in_step:

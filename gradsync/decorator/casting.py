@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Naming: TypeAlias = "Any | Callable[..., Any] | None"
 """An object, a tuple of objects, or a function of the call's arguments; None to look among those by type."""
 
+_CONTAINERS = (tuple, list, set, dict)
 _LOOKED_THROUGH = 64  # items of a container among the arguments, for participants that are hidden in it
 
 
@@ -43,7 +44,9 @@ class Casting:
 
     def participants(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Everything that takes part in the call with these arguments, in a fixed order, for a quick comparison."""
-        found = [one for one in (*args, *kwargs.values()) if self._may_be(one)]
+        known = self._candidates
+        came = (*args, *kwargs.values()) if kwargs else args
+        found = [one for one in came if (known[type(one)] if type(one) in known else self._may_be(one))]
         if self._by_type:
             return found
         named = []
@@ -55,13 +58,16 @@ class Casting:
                 named += _named(naming, kind, args, kwargs)
         return named
 
-    def refuse_hidden(self, cast: Cast, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
+    def refuse_hidden(
+        self, participants: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+    ) -> None:
         """Raise for an optimizer, scheduler or scaler in a container among the arguments, unless it is named."""
-        taken = {id(one) for one in (*cast.optimizers, *cast.schedulers, cast.scaler)}
         for one in (*args, *kwargs.values()):
+            if not isinstance(one, _CONTAINERS):
+                continue
             for inner in _inside(one):
                 kind = kind_of(inner)
-                if kind not in {None, "model"} and id(inner) not in taken:
+                if kind not in {None, "model"} and not any(inner is taken for taken in participants):
                     raise GradSyncError(
                         f"{name} takes part with what is an argument of its own or named by keyword, but a {kind} "
                         f"({type(inner).__name__}) came in a {type(one).__name__}, where it would be passed over. Pass "
@@ -76,12 +82,10 @@ class Casting:
         )
 
     def _may_be(self, one: object) -> bool:
-        """Whether it may be a participant, by its class, which is quick to tell; `kind_of` looks at it."""
-        candidate = self._candidates.get(type(one))
-        if candidate is None:
-            kinds = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
-            candidate = isinstance(one, kinds) or callable(getattr(type(one), "step", None))
-            self._candidates[type(one)] = candidate
+        """Whether it may be a participant, by its class, which is worked out once; `kind_of` looks at it."""
+        kinds = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
+        candidate = isinstance(one, kinds) or callable(getattr(type(one), "step", None))
+        self._candidates[type(one)] = candidate
         return candidate
 
     @cached_property
@@ -139,16 +143,14 @@ def _several(value: Any) -> Sequence[Any]:
     return value if isinstance(value, tuple | list) else [value]
 
 
-def _inside(container: object) -> Iterator[object]:
+def _inside(container: dict[Any, Any] | tuple[Any, ...] | list[Any] | set[Any]) -> Iterator[object]:
     """What is in a container among the arguments, and in those in it; a long one is data."""
-    if type(container) is dict:
+    if isinstance(container, dict):
         items = list(container.values())
-    elif isinstance(container, tuple | list | set):
-        items = list(container) if len(container) <= _LOOKED_THROUGH else []
     else:
-        return
+        items = list(container) if len(container) <= _LOOKED_THROUGH else []
     for item in items:
-        if isinstance(item, tuple | list | set | dict):
+        if isinstance(item, _CONTAINERS):
             yield from _inside(item)
         else:
             yield item

@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradsync.functional import Update
+
 if TYPE_CHECKING:
     from gradsync.functional import Closing, Window
+
+NO_UPDATE = Update(stepped=False, grad_norm=None)
 
 
 class ClosedLosses:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync.decorator.progress import ClosedLosses, Progress
-from gradsync.functional import Update
+from gradsync.decorator.progress import NO_UPDATE, ClosedLosses, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gradsync.functional import Run
+    from gradsync.functional import Run, Update
 
 
 class Record:
@@ -29,7 +28,7 @@ class Record:
     def begin_anew(self) -> None:
         """Go back to before the first call."""
         self.num_steps = self.num_updates = self.num_skipped = self.num_replays = 0
-        self._made = Update(stepped=False, grad_norm=None)
+        self._made = NO_UPDATE
         self._closed: ClosedLosses | None = None
 
     def note(self, made: Update, closed: ClosedLosses) -> None:
@@ -45,7 +44,8 @@ class Record:
 
     def note_held(self) -> None:
         """The last call has made no update so far."""
-        self._made = self._made._replace(stepped=False)
+        if self._made.stepped:
+            self._made = self._made._replace(stepped=False)
 
     @property
     def progress(self) -> Progress:

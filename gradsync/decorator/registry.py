@@ -68,7 +68,7 @@ class Registry:
         if call is None or not call.has(participants):
             call = self._find(instance, key, participants, [*args, *kwargs.values()])
         if call.run.window is None:
-            self._settings.casting.refuse_hidden(cast_of(participants), args, kwargs, self.name)
+            self._settings.casting.refuse_hidden(participants, args, kwargs, self.name)
         return call.micro_batch(function, args, kwargs, self._loop_of(key, call) if self._loops else None)
 
     # -- loops ------------------------------------------------------------------------------------------------------

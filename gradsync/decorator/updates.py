@@ -6,8 +6,8 @@ import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from gradsync.decorator.progress import ClosedLosses
-from gradsync.functional import Update, move, refuse_nonfinite, step_optimizers, zero
+from gradsync.decorator.progress import NO_UPDATE, ClosedLosses
+from gradsync.functional import move, refuse_nonfinite, step_optimizers, zero
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gradsync.decorator.record import Record
     from gradsync.decorator.settings import Settings
     from gradsync.decorator.watches import GradientWatch
-    from gradsync.functional import Closing, Run, Team
+    from gradsync.functional import Closing, Run, Team, Update, Window
 
 
 class Updates:
@@ -32,7 +32,7 @@ class Updates:
         self._watch = watch
         self._schedulers: list[weakref.ref[Any]] = []
         self._scaler: weakref.ref[GradScaler] | None = None
-        self._making = Update(stepped=False, grad_norm=None)
+        self._making = NO_UPDATE
 
     def bind(self, cast: Cast) -> None:
         """Take note of a call's schedulers and scaler."""
@@ -53,36 +53,41 @@ class Updates:
         window = self.run.window
         assert window is not None, "it is closed here"
         team = window.team
-        closed, self._making = ClosedLosses(window, closing), Update(stepped=False, grad_norm=None)
+        closed, self._making = ClosedLosses(window, closing), NO_UPDATE
         try:
             if closing.factor is None or not self.keeps(closing):
                 team.drop_gradients()
+                self._clear(team)
             else:
-                if window.scale is not None and self.scaler is not None:
-                    window.scale.correct(team.parameters, self.scaler)
-                self.step(team, closing.factor)
+                self.step(team, closing.factor, window)
         finally:
-            self._clear(team)
             self.end_window()
             self.record.note(self._making, closed)  # an update, also where a scheduler failed after it
         if self.keeps(closing):
             refuse_nonfinite(self._making, self.settings.nonfinite)
 
-    def step(self, team: Team, factor: float) -> Update:
-        """Make the update with synchronised gradients, and move the schedulers; the gradients are gone then."""
+    def step(self, team: Team, factor: float, window: Window | None = None) -> Update:
+        """Make the update with synchronised gradients, and move the schedulers; the gradients are gone then.
+
+        `window` is the one that has closed just now, whose gradients a scaler may have scaled.
+        """
+        settings, scaler = self.settings, self.scaler
+        found, self.is_stepping = self.is_stepping, True
         try:
-            with self.stepping():
-                self._making = made = step_optimizers(
-                    self.run.who.optimizers,
-                    scaler=self.scaler,
-                    clip_norm=self.settings.clip_norm,
-                    factor=factor,
-                    nonfinite=self.settings.nonfinite,
-                    spread=team.spread,
-                )
-                if made.stepped:
-                    move(one for ref in self._schedulers if (one := ref()) is not None)
+            if window is not None and window.scale is not None and scaler is not None:
+                window.scale.correct(team.parameters, scaler)
+            self._making = made = step_optimizers(
+                self.run.who.optimizers,
+                scaler=scaler,
+                clip_norm=settings.clip_norm,
+                factor=factor,
+                nonfinite=settings.nonfinite,
+                spread=team.spread,
+            )
+            if made.stepped:
+                move(one for ref in self._schedulers if (one := ref()) is not None)
         finally:
+            self.is_stepping = found
             self._clear(team)
         return made
 

@@ -66,19 +66,19 @@ def backward(
     exception goes on after the collectives that the backward began are complete, so that no other rank waits for this
     one.
     """
-    if order:
-        for engine in order.armed:
-            engine.arm(loss)
+    for engine in order.armed:
+        engine.arm(loss)
     try:
         if run is None:
             loss.backward(seed)
         else:
             _insist(run, loss if seed is None else loss * seed)
     except BaseException as error:
-        if order and not is_lost(error):  # else nobody is there to complete anything with
+        if order is not HELD and not is_lost(error):  # else nobody is there to complete anything with
             order.abort()
         raise
-    order.complete()
+    if order is not HELD:
+        order.complete()
 
 
 def _insist(run: RunBackward, loss: torch.Tensor) -> None:
@@ -110,7 +110,8 @@ class Order(NamedTuple):
     @classmethod
     def of_held(cls, engines: Sequence[Engine]) -> Order:
         """That of a micro-batch that is held: only a static graph's very first one synchronises."""
-        return cls([engine for engine in engines if engine.owes_first])
+        owing = [engine for engine in engines if engine.owes_first]
+        return cls(owing) if owing else HELD
 
     @classmethod
     def of_boundary(cls, engines: Sequence[Engine], size: int) -> Order:
@@ -124,6 +125,8 @@ class Order(NamedTuple):
         reaches them in an order of its own, which another rank, whose micro-batch uses another model or that has none
         at all, cannot know. Where a forward communicates, every rank runs it, and the backward too.
         """
+        if not engines:
+            return HELD
         owing = [engine for engine in engines if engine.owes_first]
         if owing and (size > 1 or len(engines) > 1):
             return cls(owing, (), engines)
@@ -152,6 +155,9 @@ class Order(NamedTuple):
             except Exception as second:  # noqa: BLE001, PERF203 - whatever it is, the first error goes on
                 if is_lost(second):
                     return  # each further wait could last for the group's time-out
+
+
+HELD = Order()  # no engine synchronises
 
 
 class Joined:

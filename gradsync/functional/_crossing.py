@@ -42,6 +42,6 @@ class Plainly:
 
 def land(ids: Collection[int], *, of: object = None, beside: object = None) -> None:
     """Before a window takes these parameters: what travels to them lands, but for what is `of` or `beside` a run."""
-    for other in list(TRAVELLING):
+    for other in list(TRAVELLING) if TRAVELLING else ():
         if other.run is of or (other.run is not beside and not other.ids.isdisjoint(ids)):
             other.settle()

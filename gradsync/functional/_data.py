@@ -81,7 +81,10 @@ class Data:
         return self._drawn or 0 if self.length is None else self.length - self.num_items
 
     def _finish_item(self) -> None:
-        self.num_idle += not self._calls and self.num_items > 0
+        if not self._calls:
+            self.num_idle += self.num_items > 0
+            return
         for run, calls in self._calls.items():
-            self._most[run] = max(self._most.get(run, 0), calls)
+            if calls > self._most.get(run, 0):
+                self._most[run] = calls
         self._calls.clear()

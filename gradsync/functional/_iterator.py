@@ -118,6 +118,7 @@ def _endless(run: Run, models: Sequence[nn.Module]) -> Iterator[MicroStep]:
             step = turn.step(place)
             yield from turn.take(step, place, step)
     finally:
+        turn.end()
         run.abandon()
 
 
@@ -137,6 +138,7 @@ def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Itera
             step = turn.step(place)
             yield from turn.take(step, place, (step, item))
     finally:
+        turn.end()
         run.abandon()
 
 
@@ -153,6 +155,12 @@ class _Turn:
         self._plain: PlainBackward | None = None
         self._over: Callable[[], bool] | None = None  # to be called after the user's own backward
         self._closing: Closing | None = None
+        self._is_held = False
+        self._watch = register_optimizer_step_pre_hook(self._check_step)  # torch's hook for all optimizers
+
+    def end(self) -> None:
+        """The loop is over."""
+        self._watch.remove()
 
     def step(self, place: Place) -> MicroStep:
         """A place, as its user sees it."""
@@ -166,8 +174,10 @@ class _Turn:
         hooks = self._hooks(place)
         with run.holding(place):
             try:
+                self._is_held = not place.last
                 yield value
             finally:
+                self._is_held = False
                 for one in hooks:
                     one.remove()
                 if self._over is not None and self._over():
@@ -246,18 +256,29 @@ class _Turn:
             normalise(team.parameters, closing.factor)
 
     def _hooks(self, place: Place) -> list[Any]:
-        """What watches over a turn: a step of the optimizer that comes too soon, a backward that is not ours."""
-        run, team = self._run, self._run.fit()
+        """What watches over the gradients of a turn: one that weighs nothing, a backward that is not ours."""
         hooks: list[Any] = []
         self._plain = None
-        if not place.last:
-            hooks.append(_StepWatch(run))
         if place.part is not Part.RUNS:
-            hooks.append(weightless(team.leaves))
-        if not self._explicit and (place.last or any(engine.owes_first for engine in team.engines)):
-            self._plain = PlainBackward(team.leaves, self._join)
-            hooks.append(self._plain)
+            hooks.append(weightless(self._run.fit().leaves))
+        if not self._explicit:
+            team = self._run.fit()
+            if place.last or any(engine.owes_first for engine in team.engines):
+                self._plain = PlainBackward(team.leaves, self._join)
+                hooks.append(self._plain)
         return hooks
+
+    def _check_step(self, optimizer: Any, *_: object) -> None:
+        """An optimizer is about to step; on a held micro-step its gradients are not synchronised."""
+        if not self._is_held:
+            return
+        mine = self._run.fit().ids
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            raise GradSyncError(
+                "An optimizer may step on the last micro-step of a window only, where the gradients are synchronised, "
+                "but optimizer.step() came on one that is held. Write: if step.last: optimizer.step(); "
+                "optimizer.zero_grad()."
+            )
 
     def _join(self) -> None:
         """The user's own backward has come to a parameter, on a micro-step that synchronises."""
@@ -275,23 +296,3 @@ class _Turn:
 
     def _note(self, closing: Closing | None) -> None:
         self._closing = closing
-
-
-class _StepWatch:
-    """While it is there, a step of an optimizer of the team's is an error: the gradients are not synchronised."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._handle = register_optimizer_step_pre_hook(self._check)  # torch's hook for all optimizers
-
-    def remove(self) -> None:
-        self._handle.remove()
-
-    def _check(self, optimizer: Any, *_: object) -> None:
-        mine = self._run.fit().ids
-        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
-            raise GradSyncError(
-                "An optimizer may step on the last micro-step of a window only, where the gradients are synchronised, "
-                "but optimizer.step() came on one that is held. Write: if step.last: optimizer.step(); "
-                "optimizer.zero_grad()."
-            )

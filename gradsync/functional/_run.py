@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
 from gradsync._registry import OPEN
-from gradsync.functional._backward import NO_RANGE, Both, Joined, Order, backward, named_range, reduce
+from gradsync.functional._backward import HELD, NO_RANGE, Both, Joined, Order, backward, named_range, reduce
 from gradsync.functional._boundary import Begun, Boundary
 from gradsync.functional._crossing import Plainly, land
 from gradsync.functional._exchange import Counted, meet_at_flush
@@ -123,13 +123,12 @@ class Run:
         An exception of a type in `skip` drops the whole window on all ranks, and goes no further.
         """
         window = self._open_window
-        window.take(loss)
-        tensor, seed = self.weigh(loss, scaler)
+        tensor, seed = window.take(loss, scaler)
         window.num_own += 1
         if place.last:
             return self._boundary().synchronise(lambda order: backward(tensor, order, seed=seed, run=run))
         try:
-            backward(tensor, self._order_of_held(), seed=seed, run=run)
+            backward(tensor, self._order_of_held(window), seed=seed, run=run)
         except self.terms.skip as error:
             window.fail(error)
         window.index += 1
@@ -150,7 +149,7 @@ class Run:
         window.add(loss)
         window.num_own += 1
         if not place.last:
-            return Begun(self._order_of_held(), None)
+            return Begun(self._order_of_held(window), None)
         boundary = self._boundary()
         with WaitingFor(self.what):
             return Begun(boundary.begin(), boundary)
@@ -193,7 +192,7 @@ class Run:
         try:
             if place.last:
                 return self._boundary().synchronise(lambda order: backward(tensor, order, run=run))
-            backward(tensor, self._order_of_held(), run=run)
+            backward(tensor, self._order_of_held(window), run=run)
         finally:
             zeros.remove()
         window.index += 1
@@ -229,7 +228,7 @@ class Run:
             window.num_own += 1
             window.kind = PLAIN
         boundary = self._boundary() if place.last else None
-        order = self._order_of_held() if boundary is None else boundary.order()
+        order = self._order_of_held(window) if boundary is None else boundary.order()
 
         def finish() -> None:
             if boundary is not None:
@@ -265,7 +264,7 @@ class Run:
 
     def open(self, team: Team) -> Window:
         """Begin a window of a team that fits."""
-        for other in list(OPEN):
+        for other in list(OPEN) if OPEN else ():
             if other is not self and other.window is not None and not team.ids.isdisjoint(other.team.ids):
                 raise GradSyncError(
                     f"A parameter can be in one open window at a time, but {self.name} begins one with parameters that "
@@ -340,8 +339,9 @@ class Run:
     def _exchange(self) -> Exchange:
         return self._lane or Counted(self.terms, self.key)
 
-    def _order_of_held(self) -> Order:
-        window = self._open_window
+    def _order_of_held(self, window: Window) -> Order:
+        if not window.active:
+            return HELD
         # Where ranks may run out at different times, one synchronisation a window is what they can count on.
         if self.terms.sync == "each" and (self._lane is None or window.team.num_ranks == 1 or window.team.in_step):
             return Order.of_boundary(window.active, 1)

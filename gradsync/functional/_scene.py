@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gradsync.engines import is_engine
 from gradsync.ranks.group import several_ranks
@@ -15,6 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _Parameter = tuple[Any, ...]
+
+
+class _Module(NamedTuple):
+    """A module as it was found. Each of its children is remembered, too: while these live, no id is used again."""
+
+    ref: weakref.ref[nn.Module]
+    kind: type
+    parameters: tuple[nn.Parameter | None, ...]
+    children: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +38,8 @@ class Scene:
 
     models: Sequence[_Parameter]
     owned: Sequence[nn.Parameter]
+    roots: Sequence[int]  # the ids of the models,
+    modules: Sequence[_Module]  # and all modules in them
     wrappers: Sequence[int]  # the ids of modules that engines are made for: as many, at the same places
     kinds: Mapping[type, bool]  # the classes of all modules, and whether an engine is made for these
     world: object  # the default process group, if there is one of several ranks
@@ -43,10 +57,13 @@ class Scene:
         Whether a parameter is frozen matters for those that are `trained`, given by their ids, and not for bystanders.
         """
         found: dict[nn.Parameter, None] = {}
+        roots: list[int] = []
+        modules: list[_Module] = []
         wrappers: list[int] = []
         kinds: dict[type, bool] = {} if before is None else dict(before.kinds)
         seen: dict[type, None] = {}
         for model in models:
+            roots.append(id(model))
             for place, module in enumerate(model.modules()):
                 kind = type(module)
                 seen[kind] = None
@@ -55,13 +72,39 @@ class Scene:
                     wraps = kinds[kind] = is_engine(kind)
                 if wraps:
                     wrappers += [place, id(module)]
-                for parameter in module._parameters.values():
+                parameters = tuple(module._parameters.values())
+                modules.append(_Module(weakref.ref(module), kind, parameters, [*map(id, module._modules.values())]))
+                for parameter in parameters:
                     if parameter is not None:
                         found[parameter] = None
         mine = tuple(owned)
         alike = tuple(_likeness(p, trained) for p in dict.fromkeys((*found, *mine)))
         world = dist.group.WORLD if several_ranks() else None
-        return cls(alike, mine, wrappers, {kind: kinds[kind] for kind in seen}, world)
+        kinds = {kind: kinds[kind] for kind in seen}
+        return cls(alike, mine, roots, modules, wrappers, kinds, world)
+
+    def is_still(  # noqa: PLR0911 - quick: nothing is looked at after the first difference
+        self, models: Sequence[nn.Module], owned: Iterable[nn.Parameter], trained: frozenset[int] | None = None
+    ) -> bool:
+        """Whether nothing at all has changed, which is quick to tell; `is_like` forgives what matters to no engine."""
+        mine = tuple(owned)
+        if self.roots != [*map(id, models)] or len(mine) != len(self.owned) or not all(map(is_, mine, self.owned)):
+            return False
+        for ref, kind, parameters, children in self.modules:
+            module = ref()
+            if module is None or type(module) is not kind:
+                return False
+            found, inner = module._parameters, module._modules
+            if len(found) != len(parameters) or not all(map(is_, found.values(), parameters)):
+                return False
+            if (inner or children) and [*map(id, inner.values())] != children:
+                return False
+        for parameter, dtype, device, shape, trainable in self.models:
+            if parameter.dtype is not dtype or parameter.shape != shape or parameter.device != device:
+                return False
+            if trainable != (parameter.requires_grad and (trained is None or id(parameter) in trained)):
+                return False
+        return self.world is (dist.group.WORLD if several_ranks() else None)
 
     def is_like(self, other: Scene) -> bool:
         """Whether nothing has changed that matters to an engine."""
@@ -97,7 +140,7 @@ class Scene:
 
 def _likeness(parameter: nn.Parameter, trained: frozenset[int] | None) -> _Parameter:
     trainable = parameter.requires_grad and (trained is None or id(parameter) in trained)
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
+    if is_lazy(parameter):
         return parameter, None, None, None, trainable
     return parameter, parameter.dtype, parameter.device, parameter.shape, trainable
 

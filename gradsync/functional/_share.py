@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from gradsync._errors import GradSyncError
 from gradsync.functional._count import is_count
 from gradsync.functional._steps import correction
@@ -13,8 +15,6 @@ from gradsync.ranks.meet import agreed, ranks_where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from gradsync.ranks.line import Sent
 
@@ -32,7 +32,7 @@ class Share:
     size: float = 0.0  # how many it was planned to have; 0 from a rank that has opened none
     kind: float = NOTHING
     count: float | torch.Tensor = 0.0  # what its LossSums were sums over
-    loss: float | torch.Tensor = 0.0  # the sum of its losses
+    loss: float | torch.Tensor | Sequence[torch.Tensor] = 0.0  # the sum of its losses, or those to be summed
     failed: float | torch.Tensor = 0.0  # whether a backward failed, so that all ranks must drop the window
     closing: float = NOBODY  # which of its loop's windows it must close
     open: float = NOBODY  # the first of its loop's windows that is open here
@@ -41,7 +41,7 @@ class Share:
 
     def row(self) -> list[float | torch.Tensor]:
         """Its numbers, in order."""
-        return [getattr(self, name) for name in _NAMES]
+        return [_summed(self.loss) if name == "loss" else getattr(self, name) for name in _NAMES]
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Share:
@@ -120,21 +120,30 @@ class Closing:
         if not self.is_told:
             return None
         over = math.fsum(float(s.count if self.is_of_sums else s.num_micro_batches) for s in self.shares)
-        return sum(float(share.loss) for share in self.shares) / over if over else None
+        return sum(float(_summed(share.loss)) for share in self.shares) / over if over else None
+
+
+def _summed(loss: float | torch.Tensor | Sequence[torch.Tensor]) -> float | torch.Tensor:
+    """Losses are added up where somebody asks, which in most windows nobody does."""
+    if isinstance(loss, float | torch.Tensor):
+        return loss
+    return torch.stack([one.reshape(()) for one in loss]).sum() if loss else 0.0
 
 
 def _factor(shares: Sequence[Share]) -> float | None:
     """What to multiply the engine's average by; None if there is nothing to average."""
-    agreed([(r, int(share.size)) for r, share in enumerate(shares) if share.size], "number of steps in a window")
-    came = [(rank, share) for rank, share in enumerate(shares) if share.num_micro_batches]
-    if len({share.kind for _, share in came}) > 1:
+    if len({share.size for share in shares if share.size}) > 1:
+        agreed([(r, int(share.size)) for r, share in enumerate(shares) if share.size], "number of steps in a window")
+    came = [share for share in shares if share.num_micro_batches]
+    if len({share.kind for share in came}) > 1:
+        returned = ((rank, share.kind) for rank, share in enumerate(shares) if share.num_micro_batches)
         raise GradSyncError(
             "All ranks must return the same kind of loss in a window, but "
-            + ", ".join(f"rank {rank} returned {IN_WORDS[share.kind]}" for rank, share in came)
+            + ", ".join(f"rank {rank} returned {IN_WORDS[kind]}" for rank, kind in returned)
             + ". Return a LossSum everywhere, or nowhere."
         )
-    odd = ranks_where(not is_count(float(share.count)) for share in shares)
-    if odd:
+    if not all(is_count(float(share.count)) for share in shares):
+        odd = ranks_where(not is_count(float(share.count)) for share in shares)
         raise GradSyncError(
             "The count of a LossSum must be a finite number, and not negative, but a count of rank "
             f"{odd} in this window is negative, infinite or NaN. Count what the loss is a sum over: tokens, pixels, "
@@ -142,10 +151,9 @@ def _factor(shares: Sequence[Share]) -> float | None:
         )
     if not came or any(share.failed for share in shares):
         return None
-    if came[0][1].kind == PLAIN:
+    if came[0].kind == PLAIN:
         return 1.0
-    if came[0][1].kind == SUMS:
+    if came[0].kind == SUMS:
         count = math.fsum(float(share.count) for share in shares)
         return len(shares) / count if count else None
-    planned = next(int(share.size) for _, share in came)
-    return correction(planned, len(shares), int(sum(share.num_micro_batches for _, share in came)))
+    return correction(int(came[0].size), len(shares), int(sum(share.num_micro_batches for share in came)))

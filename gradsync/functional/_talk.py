@@ -47,8 +47,10 @@ class Talk:
     @property
     def is_in_step(self) -> bool:
         """Whether the ranks take each call together: then all windows of the loop do."""
-        runs = self.called if self.chief is None else [*self.called, self.chief]
-        return any(run.team is not None and run.team.in_step for run in runs)
+        for run in self.called:  # asked in each call, where a generator would cost more than the answer
+            if run.team is not None and run.team.in_step:
+                return True
+        return self.chief is not None and self.chief.team is not None and self.chief.team.in_step
 
     @property
     def first_open(self) -> float:

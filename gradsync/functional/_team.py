@@ -82,6 +82,8 @@ class Team:
         self.twins = [group for engine in engines for group in engine.twins]
         self.hold = Hold([*engines, bystanders] if bystanders else engines, sync)
         self.forward_communicates = any(communicates) or bystanders.forward_communicates
+        # Whether the ranks take each micro-batch together, for their forwards wait for each other.
+        self.in_step = self.forward_communicates and self.num_ranks > 1
         # Plain gradients that are spread over ranks, by their parameters' ids: norms are over all of their pieces.
         pieces = [engine for engine in engines if engine.shard_group]
         self.spread: Mapping[int, Any] = {id(p): engine.shard_group for engine in pieces for p in engine.parameters}
@@ -89,22 +91,20 @@ class Team:
         self.watchable = [parameter for parameter in self.parameters if id(parameter) not in inside]
         self._inside = inside
 
-    @property
-    def in_step(self) -> bool:
-        """Whether the ranks take each micro-batch together, for their forwards wait for each other."""
-        return self.forward_communicates and self.num_ranks > 1
-
     def fits(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> bool:
         """Whether models and optimizers are as they were; asked as a window opens."""
         if self._inside:
             rest(models)
+        if self._scene.is_still(models, owned(optimizers), self.ids):
+            return True
         return self._scene.is_like(Scene.of(models, owned(optimizers), self._scene, self.ids))
 
     def check(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         """Raise unless models and optimizers are as they were when the open window began."""
-        now = Scene.of(models, owned(optimizers), self._scene, self.ids) if not self._inside else None
-        if now is not None and not self._scene.is_like(now):
-            raise GradSyncError(_CHANGED.format(name=name, what=self._scene.changes(now)))
+        if not self._inside and not self._scene.is_still(models, owned(optimizers), self.ids):
+            now = Scene.of(models, owned(optimizers), self._scene, self.ids)
+            if not self._scene.is_like(now):
+                raise GradSyncError(_CHANGED.format(name=name, what=self._scene.changes(now)))
         self.check_trainable(name)
 
     def check_trainable(self, name: str) -> None:

@@ -58,12 +58,11 @@ class Window:
         self.failed = False  # whether a backward failed in it
         self.scale: Scale | None = None
 
-    def take(self, loss: torch.Tensor | LossSum) -> torch.Tensor:
-        """Count a micro-batch; returns what to run backward from."""
-        tensor = loss.loss if isinstance(loss, LossSum) else loss
-        check_loss(tensor)
+    def take(self, loss: torch.Tensor | LossSum, scaler: GradScaler | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Count a micro-batch; returns what `weigh` does."""
+        check_loss(loss.loss if isinstance(loss, LossSum) else loss)
         self.add(loss)
-        return tensor
+        return self.weigh(loss, scaler)
 
     def add(self, loss: torch.Tensor | LossSum) -> None:
         """Count a micro-batch of this loss, from which no backward need be possible."""
@@ -96,17 +95,14 @@ class Window:
         self, loss: torch.Tensor | LossSum, scaler: GradScaler | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the backward of a loss runs from, and what gradient it begins with (None: 1)."""
-        tensor = loss.loss if isinstance(loss, LossSum) else loss
-        seed = None if isinstance(loss, LossSum) else self._seed(tensor)
+        tensor, seed = (loss.loss, None) if isinstance(loss, LossSum) else (loss, self._seed(loss))
         if scaler is not None and scaler.is_enabled():
             self.scale = self.scale or Scale.of(scaler, tensor)
             tensor = self.scale.apply(tensor)
         return tensor, seed
 
-    def _seed(self, loss: torch.Tensor) -> torch.Tensor | None:
+    def _seed(self, loss: torch.Tensor) -> torch.Tensor:
         """The gradient that backward begins with: to the bit what `loss / size` would send on, without the division."""
-        if self.kind == SUMS:
-            return None
         key = (self.size, loss.dtype, loss.device, loss.shape)
         seeds = self.team.seeds
         seed = seeds.get(key)
@@ -119,18 +115,13 @@ class Window:
 
     def share(self, *, closing: float = NOBODY, opened: float = NOBODY, left: float = 0.0, once: float = 0.0) -> Share:
         """What this rank brings."""
-        total: float | torch.Tensor = 0.0
-        if self.losses:
-            total = (
-                self.losses[0] if len(self.losses) == 1 else torch.stack([one.reshape(()) for one in self.losses]).sum()
-            )
         return Share(
             num_micro_batches=float(self.num_micro_batches),
             num_calls=float(self.num_own),
             size=float(self.size),
             kind=self.kind,
             count=self.count.total,
-            loss=total,
+            loss=self.losses,
             failed=float(self.failed),
             closing=closing,
             open=opened,
