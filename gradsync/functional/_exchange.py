@@ -47,11 +47,8 @@ class Exchange(Protocol):
 class Lane(Exchange, Protocol):
     """What a loop is to one of the runs that are called in it."""
 
-    def enter(self) -> None:
-        """A call begins, and opens a window if none is open."""
-
-    def ends(self) -> bool:
-        """Whether the call that has begun is the last of all."""
+    def enter(self) -> bool:
+        """A call begins, and opens a window if none is open; returns whether it is the last of all."""
         ...
 
 

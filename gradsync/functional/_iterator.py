@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import rest
+from gradsync.functional._backward import NO_RANGE
 from gradsync.functional._fitted import OneBackward
 from gradsync.functional._gradients import normalise
 from gradsync.functional._leaf_hooks import PlainBackward, weightless
@@ -26,6 +27,8 @@ from gradsync.ranks.meet import insist, meet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
 
     import torch
     from torch import nn
@@ -115,8 +118,8 @@ def _endless(run: Run, models: Sequence[nn.Module]) -> Iterator[MicroStep]:
             place = run.start(who)
             if place.window == place.index == 0:
                 insist(meet(run.fit().group, "the start of sync_every", {"steps": place.size}))
-            step = turn.step(place)
-            yield from turn.take(step, place, step)
+            with turn.at(place) as step:
+                yield step
     finally:
         turn.end()
         run.abandon()
@@ -131,12 +134,11 @@ def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Itera
     item: Any = None
     try:
         for item in loop.items(iterable):
-            place = run.start(who, loop)
-            step = turn.step(place)
-            yield from turn.take(step, place, (step, item))
+            with turn.at(run.start(who, loop)) as step:
+                yield step, item
         for _, place in loop.rest():
-            step = turn.step(place)
-            yield from turn.take(step, place, (step, item))
+            with turn.at(place) as step:
+                yield step, item
     finally:
         turn.end()
         run.abandon()
@@ -156,42 +158,59 @@ class _Turn:
         self._over: Callable[[], bool] | None = None  # to be called after the user's own backward
         self._closing: Closing | None = None
         self._is_held = False
+        self._hooks: Sequence[Any] = ()
+        self._hold: AbstractContextManager[Any] = NO_RANGE
         self._watch = register_optimizer_step_pre_hook(self._check_step)  # torch's hook for all optimizers
 
     def end(self) -> None:
         """The loop is over."""
         self._watch.remove()
 
-    def step(self, place: Place) -> MicroStep:
-        """A place, as its user sees it."""
-        return MicroStep(place.index, place.window, place.size, place.last, place.part is not Part.RUNS, self)
-
-    def take(self, step: MicroStep, place: Place, value: T) -> Iterator[T]:
-        """Hand out `value` with everything in place for `step`, and put everything back, however the turn ends."""
-        run = self._run
-        self._place, self._current, self._done, self._over, self._closing = place, step, None, None, None
+    def at(self, place: Place) -> _Turn:
+        """Context manager: everything is in place for a step inside, and put back, however its turn ends."""
+        self._place, self._done, self._over, self._closing = place, None, None, None
         self.is_empty = False
-        hooks = self._hooks(place)
-        with run.holding(place):
-            try:
-                self._is_held = not place.last
-                yield value
-            finally:
-                self._is_held = False
-                for one in hooks:
-                    one.remove()
-                if self._over is not None and self._over():
-                    # The user's backward raised what torch says of it, and no iterator can change that.
-                    warnings.warn(waited(run.what()), RuntimeWarning, stacklevel=3)
+        return self
+
+    def __enter__(self) -> MicroStep:
+        place = self._place
+        assert place is not None, "`at` comes first"
+        step = MicroStep(place.index, place.window, place.size, place.last, place.part is not Part.RUNS, self)
+        self._current = step
+        self._hooks = self._watch_gradients(place)
+        self._hold = self._run.holding(place)
+        self._hold.__enter__()
+        self._is_held = not place.last
+        return step
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._is_held = False
+        try:
+            for hook in self._hooks:
+                hook.remove()
+            if self._over is not None and self._over():
+                # The user's backward raised what torch says of it, and no iterator can change that.
+                warnings.warn(waited(self._run.what()), RuntimeWarning, stacklevel=3)
+        finally:
+            self._hold.__exit__(kind, error, where)
+        if kind is None:
+            self._end_place()
+
+    def _end_place(self) -> None:
+        """The turn has ended, and not in an exception."""
+        place = self._place
+        assert place is not None, "a turn has one"
         if place.last and self._closing is None:
             raise GradSyncError(
                 f"The last micro-step of a window must run a backward, which synchronises the window, but that of "
-                f"window {step.window} ended without one. Call step.backward(loss) in each turn, or end the loop."
+                f"window {place.window} ended without one. Call step.backward(loss) in each turn, or end the loop."
             )
         if place.last:
-            run.close()
+            self._run.close()
         elif self._done is None and self._over is None:
-            run.pass_by()
+            self._run.pass_by()
 
     def backward(self, step: MicroStep, loss: torch.Tensor | LossSum, runs: RunBackward | None) -> None:
         """What `MicroStep.backward` does."""
@@ -255,10 +274,12 @@ class _Turn:
         else:
             normalise(team.parameters, closing.factor)
 
-    def _hooks(self, place: Place) -> list[Any]:
+    def _watch_gradients(self, place: Place) -> Sequence[Any]:
         """What watches over the gradients of a turn: one that weighs nothing, a backward that is not ours."""
-        hooks: list[Any] = []
         self._plain = None
+        if self._explicit and place.part is Part.RUNS:
+            return ()
+        hooks: list[Any] = []
         if place.part is not Part.RUNS:
             hooks.append(weightless(self._run.fit().leaves))
         if not self._explicit:

@@ -69,8 +69,11 @@ class Loop:
         """It is known to be called once an item."""
         self.data.expect_one_call(run)
 
-    def enter(self, run: Run) -> None:
-        """A call begins, and opens a window if none is open."""
+    def enter(self, run: Run) -> bool:
+        """A call begins, and opens a window if none is open.
+
+        Returns whether it is the last of all, on every rank where these go in step.
+        """
         talk = self._talk
         if run in self._told_end and talk.team.num_ranks > 1:
             raise GradSyncError(
@@ -86,15 +89,8 @@ class Loop:
             elif run.team is None and talk.team.num_ranks > 1:
                 talk.announce(run)
             talk.called.append(run)
-        if run.window is None:
-            run.open(run.fit())
-
-    def ends(self, run: Run) -> bool:
-        """Whether the call that has begun is the last of all, on every rank where these go in step."""
-        ends = self.data.is_in_last_call(run)
-        if self._talk.is_in_step:
-            assert run.window is not None, "opened before"
-            ends = self._in_step.ends(run, run.window)
+        window = run.window or run.open(run.fit())
+        ends = self._in_step.ends(run, window) if talk.is_in_step else self.data.is_in_last_call(run)
         return ends and run.terms.tail != "carry"
 
     def plan(self, run: Run, window: Window) -> None:
@@ -237,11 +233,8 @@ class _Lane:
         self._loop = loop
         self._run = run
 
-    def enter(self) -> None:
-        self._loop.enter(self._run)
-
-    def ends(self) -> bool:
-        return self._loop.ends(self._run)
+    def enter(self) -> bool:
+        return self._loop.enter(self._run)
 
     def plan(self, window: Window) -> None:
         self._loop.plan(self._run, window)

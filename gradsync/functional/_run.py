@@ -85,17 +85,16 @@ class Run:
         """A call begins: its place. A window is opened if none is."""
         self.who, lane = who, None if loop is None else loop.lane(self)
         self._lane = lane
-        if self.window is not None:
-            self.window.team.check_trainable(self.name)
-        elif lane is None:
+        goes_on = self.window is not None
+        if not goes_on and lane is None:
             self.open(self.fit())
-        if lane is not None:
-            lane.enter()
+        ends = lane is not None and lane.enter()
         window = self._open_window
-        ends = lane is not None and lane.ends()
         last = ends or window.index + 1 >= window.size
-        if last and window.index:
+        if goes_on and last:
             window.team.check(self.name, who.models, who.optimizers)
+        elif goes_on:
+            window.team.check_trainable(self.name)
         return Place(window.number, window.index, window.size, last)
 
     def stand_in(self, lane: Lane, part: Part) -> Place:
