@@ -144,7 +144,7 @@ class _Call:
     def _try(self, piece: Piece) -> None:
         """Forward and backward of one piece: the real backward if it is the last one and that has not begun."""
         args, kwargs = piece.arguments
-        before = self.fit.before()
+        before = self.fit.before(args, kwargs)
         try:
             if self.is_spent:
                 with self.work.held():
@@ -158,6 +158,7 @@ class _Call:
                 before.put_back()
             raise
         before.keep()
+        piece.arguments = ((), {})  # the body may have left activations in them
         self.fitted.append(piece)
 
     def _run_really(self, piece: Piece, returned: Any) -> None:

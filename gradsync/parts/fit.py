@@ -54,9 +54,9 @@ class Fit:
             devices = {parameter.device for model in models for parameter in model.parameters()}
             self._devices = sorted((one for one in devices if one.type != "cpu"), key=str)
 
-    def before(self) -> Before:
-        """What an attempt may change, before it does."""
-        return Before(self._buffers, self._devices)
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Before:
+        """What an attempt with these arguments may change, before it does."""
+        return Before(self._buffers, self._devices, args, kwargs)
 
     def check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise unless this call could be cut; before the first, rather than in hour nine."""
