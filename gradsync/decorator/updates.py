@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from gradsync.decorator.watches import GradientWatch
     from gradsync.functional import Closing, Run, Team
 
+_NONE = Update(stepped=False, grad_norm=None)
+
 
 class Updates:
     """Makes the updates of one call's windows. It holds neither schedulers nor the scaler."""
@@ -32,7 +34,7 @@ class Updates:
         self._watch = watch
         self._schedulers: list[weakref.ref[Any]] = []
         self._scaler: weakref.ref[GradScaler] | None = None
-        self._making = Update(stepped=False, grad_norm=None)
+        self._making = _NONE  # what has become of the update that is being made
 
     def bind(self, cast: Cast) -> None:
         """Take note of a call's schedulers and scaler."""
@@ -53,7 +55,7 @@ class Updates:
         window = self.run.window
         assert window is not None, "it is closed here"
         team = window.team
-        closed, self._making = ClosedLosses(window, closing), Update(stepped=False, grad_norm=None)
+        closed, self._making = ClosedLosses(window, closing), _NONE
         try:
             if closing.factor is None or not self.keeps(closing):
                 team.drop_gradients()
@@ -70,6 +72,7 @@ class Updates:
 
     def step(self, team: Team, factor: float) -> Update:
         """Make the update with synchronised gradients, and move the schedulers; the gradients are gone then."""
+        self._making = _NONE
         try:
             with self.stepping():
                 self._making = made = step_optimizers(
@@ -108,6 +111,10 @@ class Updates:
         self.record.note(made, closed)
         refuse_nonfinite(made, self.settings.nonfinite)
         self.record.tell()
+
+    def note_failed(self, closed: ClosedLosses) -> None:
+        """An error has ended such an update: in its step, or after it, in a scheduler's."""
+        self.record.note(self._making, closed)
 
     def _clear(self, team: Team) -> None:
         zero(self.run.who.optimizers)

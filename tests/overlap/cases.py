@@ -243,7 +243,7 @@ def going_back() -> None:
 def writes() -> list[str]:
     """By the user, to parameters or to the optimizer, while gradients travel."""
     texts = []
-    for how in ("load", "no_grad", "copy_", "optimizer"):
+    for how in ("load", "no_grad", "copy_", "optimizer", "data", "momentum", "state", "dtype"):
         model = Model()
         behind = Behind(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -254,13 +254,24 @@ def writes() -> list[str]:
             model.load_state_dict(Model().state_dict())
         elif how == "optimizer":
             optimizer.load_state_dict(state)
+        elif how == "data":
+            model.extra.data = model.extra.data * 2
+        elif how == "momentum":
+            optimizer.state[model.inner[0].weight]["momentum_buffer"].zero_()
+        elif how == "state":
+            optimizer.state.clear()
+        elif how == "dtype":
+            model.float()
         else:
             with torch.no_grad():
                 model.extra.mul_(2) if how == "no_grad" else model.extra.copy_(torch.zeros(3))
         with pytest.raises(GradSyncError) as caught, landing(flown):
             raise AssertionError
         texts.append(str(caught.value))
-        assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before)), "the last true ones"
+        if how != "dtype":
+            assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before)), "the last true ones"
+    with pytest.raises(GradSyncError), landing(go_back(flown)):
+        raise AssertionError  # they cannot land on another dtype
     return texts
 
 
