@@ -24,9 +24,9 @@ class Breaks(torch.autograd.Function):
 class Training:
     """A decorated step, and what the parameters were in each `on_update`."""
 
-    def __init__(self, plan: Plan, **options) -> None:
+    def __init__(self, plan: Plan, device: str = "cpu", **options) -> None:
         self.plan, self.rank = plan, dist.get_rank() if dist.is_initialized() else 0
-        self.model = Model(getattr(torch, plan.dtype), plan.dropout)
+        self.model = Model(getattr(torch, plan.dtype), plan.dropout).to(device)
         self.optimizer = optimizer_of(plan.optimizer, self.model)
         self.scheduler = scheduler_of(self.optimizer)
         self.seen: list[list[torch.Tensor]] = []

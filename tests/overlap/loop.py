@@ -30,7 +30,8 @@ class Model(nn.Module):
         self.to(dtype)
 
     def loss(self, rank: int, index: int):
-        x = nn.functional.dropout(micro_batch(rank, index, dtype=self.extra.dtype), self.dropout)
+        x = micro_batch(rank, index, dtype=self.extra.dtype).to(self.extra.device)
+        x = nn.functional.dropout(x, self.dropout)
         loss = mean_loss(self.inner, x)
         return loss + (self.extra * x).mean() if (rank + index // 2) % 3 == 0 else loss
 
@@ -85,7 +86,8 @@ def optimizer_of(name: str, model: nn.Module):
         return Two(torch.optim.SGD(parameters[:3], lr=0.3, momentum=0.9), torch.optim.AdamW(parameters[3:], lr=0.05))
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=0.3, momentum=0.9, dampening=0.2, weight_decay=0.1)
-    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, foreach=name == "foreach", fused=name == "fused")
+    kind = {name: True} if name in ("foreach", "fused", "capturable") else {"foreach": False}
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, **kind)
 
 
 def scheduler_of(optimizer):
@@ -193,7 +195,7 @@ def simulate(plan: Plan) -> list[list[torch.Tensor]]:
     ranks = range(len(plan.counts[0]))
     model = Model(dropout=plan.dropout)
     random = [state_of(rank) for rank in ranks]
-    optimizer = optimizer_of("adamw" if plan.optimizer in ("foreach", "fused") else plan.optimizer, model)
+    optimizer = optimizer_of("adamw" if plan.optimizer in ("foreach", "fused", "capturable") else plan.optimizer, model)
     scheduler = scheduler_of(optimizer)
     ahead = [model for _ in ranks]
     seen: list[list[torch.Tensor]] = []
