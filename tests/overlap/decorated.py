@@ -78,6 +78,10 @@ def trained(plan: Plan, how: str = "known", **options) -> list[list[torch.Tensor
     length = sum(counts[training.rank] for counts in plan.counts)
     items = iter(range(length)) if how == "unknown" else range(length)
     for index in items if how == "flush" else training.step.over(items):
+        if plan.alone:
+            progress = training.step.progress
+            if (training.rank, progress.window, progress.index) in plan.alone:
+                training.model.state_dict()
         training.step(index)
     if how == "flush":
         training.step.flush()

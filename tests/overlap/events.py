@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 import weakref
 
@@ -260,10 +261,18 @@ def left_behind() -> list[str]:
     return [str(one.message) for one in caught]
 
 
+WRAPPED = (
+    lambda model: model,
+    DDP,
+    lambda model: DDP(model, gradient_as_bucket_view=True),
+    lambda model: torch.compile(model, backend="eager"),
+)
+
+
 def on_a_ddp_of_the_users() -> None:
-    """The same parameters as with the bare model, to the bit."""
+    """The same parameters as with the bare model, to the bit; compiled too."""
     found = []
-    for wrap in (lambda model: model, DDP):
+    for wrap in WRAPPED:
         torch.manual_seed(3)
         model = small_model(torch.float64)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -276,7 +285,30 @@ def on_a_ddp_of_the_users() -> None:
         for index in step.over(range(7 + dist.get_rank())):
             step(wrapped, optimizer, index)
         found.append([p.detach().clone() for p in model.parameters()])
-    assert same(*found)
+    assert all(same(one, found[0]) for one in found)
+
+
+def a_rate_of_the_users() -> None:
+    """What the user sets in flight is what the landing steps with, and it stays."""
+    training = in_flight()
+    for group in training.optimizer.param_groups:
+        group["lr"] = 0.0
+    training.step.settle()
+    assert len(training.seen) == 2 and same(training.seen[1], training.seen[0])
+    assert [group["lr"] for group in training.optimizer.param_groups] == [0.0]
+
+
+def without_overlap() -> set[str]:
+    """The files whose lines run in windows without overlap."""
+    training, files = Training(Plan((), 0)), set()
+    sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
+    try:
+        for index in training.step.over(range(7)):
+            training.step(index)
+    finally:
+        sys.setprofile(None)
+    assert len(training.seen) == 3
+    return files
 
 
 def refused() -> dict[str, str]:

@@ -53,6 +53,12 @@ class Plan:
     breaking: tuple[tuple[int, int], ...] = ()  # (rank, index) of those whose backward raises
     tail: str = "step"
     dropout: float = 0.0
+    weightless: tuple[int, ...] = ()  # indices of micro-batches whose sums are over nothing, on all ranks
+    alone: tuple[tuple[int, int, int], ...] = ()  # (rank, window, index) before which a rank saves its model
+
+    def first_true(self, rank: int, window: int) -> int:
+        """Before which of its micro-batches a rank lands what travels beside a window."""
+        return min([self.m, *(index for r, w, index in self.alone if (r, w) == (rank, window))])
 
     def size(self, window: int) -> int:
         """What a window is planned for."""
@@ -60,7 +66,7 @@ class Plan:
 
     def weight(self, rank: int, index: int) -> int:
         """What a micro-batch's loss is a sum over; 1 for means."""
-        if (rank, index) in self.broken:
+        if (rank, index) in self.broken or index in self.weightless:
             return 0
         return (3 * rank + 2 * index) % 5 if self.sums else 1
 
@@ -222,7 +228,7 @@ def simulate(plan: Plan) -> list[list[torch.Tensor]]:
             for index in range(counts[rank]):
                 if (rank, taken[rank] + index) in plan.broken:
                     continue
-                early = index < plan.m and travelling is not None
+                early = index < plan.first_true(rank, window) and travelling is not None
                 at = (before if ahead[rank] is model else ahead[rank]) if early else model
                 torch.set_rng_state(random[rank])
                 loss = at.loss(rank, taken[rank] + index) * (plan.weight(rank, taken[rank] + index) if plan.sums else 1)

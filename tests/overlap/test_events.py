@@ -90,6 +90,16 @@ def test_a_ddp_of_the_users_overlaps_alike(ranks):
     ranks(2).run(events.on_a_ddp_of_the_users)
 
 
+def test_a_learning_rate_that_is_set_in_flight_is_that_at_landing(ranks):
+    ranks(2).run(events.a_rate_of_the_users)
+
+
+def test_without_overlap_no_line_of_it_runs(ranks):
+    for files in ranks(2).run(events.without_overlap):
+        assert any("gradsync/decorator/updates" in file for file in files)
+        assert not [file for file in files if "gradsync/overlap/" in file or file.endswith("decorator/overlapped.py")]
+
+
 def test_where_it_cannot_be_is_a_sentence(ranks):
     for texts in ranks(2).run(events.refused):
         assert "_Replicated" in texts["replicate"] and "overlap=0" in texts["replicate"]
