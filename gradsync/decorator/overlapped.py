@@ -17,6 +17,7 @@ from gradsync.decorator.compressed import Compressed, travels_of
 from gradsync.decorator.progress import ClosedLosses
 from gradsync.functional import bare_optimizer
 from gradsync.overlap import check_ddp, check_optimizers, check_scaler, depart, go_back, landing, step_ahead
+from gradsync.ranks.lost import WaitingFor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -222,13 +223,16 @@ class Overlapped:
             assert in_flight is not None, "it has departed"
             updates, arrived = self._its_updates, False
             try:
+                with WaitingFor(self.run.what):
+                    failed = leg.failures is not None and any(row[0] for row in leg.failures.rows())
                 with landing(in_flight), updates.stepping():
                     arrived = True
                     self._arrived(leg)
-                    failed = leg.failures is not None and any(row[0] for row in leg.failures.rows())
                     made = None if failed else updates.step(leg.team, leg.factor)
             except BaseException:
-                if not arrived:
+                if arrived:
+                    updates.note_failed(leg.closed)
+                else:
                     self.go_back()
                 raise
             finally:

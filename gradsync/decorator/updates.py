@@ -32,7 +32,7 @@ class Updates:
         self._watch = watch
         self._schedulers: list[weakref.ref[Any]] = []
         self._scaler: weakref.ref[GradScaler] | None = None
-        self._making = NO_UPDATE
+        self._making = NO_UPDATE  # what has become of the update that is being made
 
     def bind(self, cast: Cast) -> None:
         """Take note of a call's schedulers and scaler."""
@@ -73,6 +73,7 @@ class Updates:
         """
         settings, scaler = self.settings, self.scaler
         found, self.is_stepping = self.is_stepping, True
+        self._making = NO_UPDATE
         try:
             if window is not None and window.scale is not None and scaler is not None:
                 window.scale.correct(team.parameters, scaler)
@@ -113,6 +114,10 @@ class Updates:
         self.record.note(made, closed)
         refuse_nonfinite(made, self.settings.nonfinite)
         self.record.tell()
+
+    def note_failed(self, closed: ClosedLosses) -> None:
+        """An error has ended such an update: in its step, or after it, in a scheduler's."""
+        self.record.note(self._making, closed)
 
     def _clear(self, team: Team) -> None:
         zero(self.run.who.optimizers)

@@ -83,9 +83,9 @@ class Counted:
         """See `Exchange`. Raises where backwards are missing that the other ranks count on."""
         if window.team.num_ranks == 1:
             return None
-        self._agree_on_kind(window)
-        tells = window.kind == SUMS or self._terms.skip or callable(self._terms.steps)
-        if tells or window.num_own < window.size:
+        always = bool(self._terms.skip) or callable(self._terms.steps)  # a table is sent for each window
+        self._agree_on_kind(window, is_told_later=always)
+        if always or window.kind == SUMS or window.num_own < window.size:
             return window.team.line.send(window.share(closing=self._key).row())
         if window.kind != PLAIN and window.num_micro_batches != window.size:
             raise GradSyncError(
@@ -99,10 +99,13 @@ class Counted:
         """See `Exchange`."""
         return alike(window) if sent is None else [Share.of(row) for row in sent.rows()]
 
-    def _agree_on_kind(self, window: Window) -> None:
-        """Before a team's first synchronisation: nothing may differ that would make ranks wait forever."""
+    def _agree_on_kind(self, window: Window, *, is_told_later: bool) -> None:
+        """Before a team's first synchronisation: nothing may differ that would make ranks wait forever.
+
+        Later a rank may have dropped all of a window, and knows no kind: it must not wait for ranks that do.
+        """
         team = window.team
-        if window.kind == team.kind != NOTHING:
+        if team.kind != NOTHING and (is_told_later or window.kind == team.kind):
             return
         words = self._terms.in_words(window.number)
         said = meet(team.group, f"the first boundary of {team.name}", {**words, "loss": window.kind})
