@@ -9,7 +9,7 @@ from gradsync._registry import OPEN
 from gradsync.functional._backward import NO_RANGE, Both, Joined, Order, backward, named_range, reduce
 from gradsync.functional._boundary import Begun, Boundary
 from gradsync.functional._crossing import Plainly, land
-from gradsync.functional._exchange import Counted, meet_at_flush
+from gradsync.functional._exchange import Counted, compare_sizes, meet_at_flush
 from gradsync.functional._leaf_hooks import weightless
 from gradsync.functional._loss import LossSum, check_loss
 from gradsync.functional._place import Part, Place
@@ -333,6 +333,7 @@ class Run:
 
     def _boundary(self) -> Boundary:
         """That of the open window, whose last micro-batch has come."""
+        compare_sizes(self._open_window)
         heard, self._heard = self._heard, None
         return Boundary(self._open_window, self.terms, self._exchange, self.crossing, heard)
 
@@ -342,6 +343,7 @@ class Run:
 
     def _order_of_held(self) -> Order:
         window = self._open_window
+        compare_sizes(window)
         # Where ranks may run out at different times, one synchronisation a window is what they can count on.
         if self.terms.sync == "each" and (self._lane is None or window.team.num_ranks == 1 or window.team.in_step):
             return Order.of_boundary(window.active, 1)

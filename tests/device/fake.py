@@ -61,6 +61,7 @@ def _install() -> None:
     cuda.device_count, cuda.current_device, cuda._is_in_bad_fork = _always(1), _always(0), _always(False)
     cuda._utils._get_device_index = _always(0)
     cuda.get_device_capability, cuda.get_device_name = _always((9, 0)), _always("fake")
+    cuda.default_generators = (torch.default_generator,)  # its kernels are the CPU's
     cuda.synchronize = torch.accelerator.synchronize
     cuda.Stream = cuda.streams.Stream = _Stream
     cuda.Event = cuda.streams.Event = _Event
