@@ -38,6 +38,11 @@ def catch_up() -> None:
     device.catch_up()
 
 
+def hang() -> None:
+    """The device gets no further, as one does whose collective waits for a lost rank."""
+    device.hang()
+
+
 class _Stream(torch.Stream):
     def __new__(cls, device=None, priority=0, **_):
         return super().__new__(cls, device="cuda:0", priority=priority)

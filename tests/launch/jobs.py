@@ -47,5 +47,24 @@ def raises() -> None:
             raise
 
 
+def waits_for_a_lost_rank() -> None:
+    """In its second window the device of this rank gets no further."""
+    from tests.device.fake import hang
+
+    model = torch.nn.Linear(2, 1)
+    with gradsync.process_group(timeout=5) as world:
+        model.to(world.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @gradsync.accumulating(steps=2)
+        def train_step(model, optimizer, inputs):
+            if train_step.progress.micro_steps == 3:
+                hang()
+            return model(inputs).sum()
+
+        for inputs in train_step.over([torch.ones(1, 2, device=world.device)] * 4):
+            train_step(model, optimizer, inputs)
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

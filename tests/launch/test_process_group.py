@@ -136,3 +136,15 @@ def test_on_gloo_a_rank_that_raises_ends_as_any_program_does():
     assert raising.returncode == 1 and raising.stderr.count("ValueError: on purpose") == 1, raising.stderr
     assert "aborts its process group" not in raising.stderr
     assert waiting.returncode == 1 and waiting.stdout.strip() == "released", waiting.stderr
+
+
+def test_on_a_device_a_wait_for_a_lost_rank_ends_before_the_group_s_timeout_and_says_what_was_waited_for():
+    """nccl's watchdog would end the process then, and Python could say nothing."""
+    for done in job(jobs.waits_for_a_lost_rank, joined=False, **meeting()):
+        assert done.returncode == 1, done.stderr
+        assert re.search(
+            r"GradSyncError: Every rank must take part in synchronising the gradients of window 1 of train_step, but this "
+            r"one waited in vain: after [45] s the device had not brought the other ranks' table",
+            done.stderr,
+        ), done.stderr
+        assert "leaves gradsync.process_group() with an exception" in done.stderr
