@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync.engines._buffers import BuffersOnTheirWay
 from gradsync.engines._ddp import DDPEngine
 from gradsync.engines._ddp_fits import insist_on_shapes
+from gradsync.engines._flags import flags_on
 from gradsync.engines._protocol import Carrier
 from gradsync.engines._silent import silent
 
@@ -125,7 +126,7 @@ class BehindEngine(DDPEngine):
     def _flags(self, used: Sequence[bool], *, everything: bool) -> torch.Tensor:
         """Which parameters this rank has used, as the ledger's gradient; without a copy to the device where all are."""
         if not everything:
-            return torch.tensor(used, dtype=self._ledger.dtype).to(self._ledger.device, non_blocking=True)
+            return flags_on(self._ledger.device, used, self._ledger.dtype)
         if self._all_used is None:
             self._all_used = torch.ones_like(self._ledger, requires_grad=False)
         return self._all_used

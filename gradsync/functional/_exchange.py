@@ -72,12 +72,8 @@ class Counted:
 
     def plan(self, window: Window) -> None:
         """Where ranks take each micro-batch together, windows must be equally long from the start."""
-        team = window.team
-        if not team.in_step or not callable(self._terms.steps):
-            return
-        with WaitingFor(lambda: f"comparing the steps of window {window.number} of {team.name}"):
-            rows = team.line.send([float(window.size)]).rows()
-        agreed([(rank, int(row[0])) for rank, row in enumerate(rows)], "number of steps in a window")
+        if window.team.in_step and callable(self._terms.steps):
+            window.sizes = window.team.line.send([float(window.size)])
 
     def send(self, window: Window) -> Sent | None:
         """See `Exchange`. Raises where backwards are missing that the other ranks count on."""
@@ -112,6 +108,19 @@ class Counted:
         insist([{key: one[key] for key in words} for one in said])
         agreed([(rank, IN_WORDS[one["loss"]]) for rank, one in enumerate(said) if one["loss"]], "kind of loss")
         team.kind = max(one["loss"] for one in said)
+
+
+def compare_sizes(window: Window) -> None:
+    """Raise, before a window's first backward, if the ranks' windows differ in length: so far all did the same.
+
+    The ranks were asked as it opened. The answer is read now, when the device has a forward to be busy with.
+    """
+    sizes, window.sizes = window.sizes, None
+    if sizes is None:
+        return
+    with WaitingFor(lambda: f"comparing the steps of window {window.number} of {window.team.name}"):
+        rows = sizes.rows()
+    agreed([(rank, int(row[0])) for rank, row in enumerate(rows)], "number of steps in a window")
 
 
 def alike(window: Window) -> list[Share]:

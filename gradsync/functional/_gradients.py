@@ -84,7 +84,7 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread 
 
 def all_finite(parameters: Iterable[nn.Parameter], *, spread: Spread = WHOLE) -> bool:
     """Whether no gradient has an inf or a NaN, on any of the ranks that share it. One host synchronisation."""
-    finite = True
+    flags: list[torch.Tensor] = []
     for place, gradients in _places(parameters, spread).items():
         pieces = [piece for piece in map(_local, gradients) if piece.numel()]
         # The largest element cannot overflow by itself, as a norm can. As a number, because a NaN may get lost in MAX.
@@ -93,8 +93,8 @@ def all_finite(parameters: Iterable[nn.Parameter], *, spread: Spread = WHOLE) ->
             odd = (~torch.isfinite(get_total_norm(pieces, float("inf")))).to(odd)
         for group in place.groups():
             dist.all_reduce(odd, op=dist.ReduceOp.MAX, group=group)
-        finite = finite and not odd
-    return finite
+        flags.append(odd)
+    return not flags or not torch.stack([flag.to(flags[0], non_blocking=True) for flag in flags]).any()
 
 
 def discard(parameters: Iterable[nn.Parameter]) -> None:

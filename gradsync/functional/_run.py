@@ -9,7 +9,7 @@ from gradsync._registry import OPEN
 from gradsync.functional._backward import HELD, NO_RANGE, Both, Joined, Order, backward, named_range, reduce
 from gradsync.functional._boundary import Begun, Boundary
 from gradsync.functional._crossing import Plainly, land
-from gradsync.functional._exchange import Counted, meet_at_flush
+from gradsync.functional._exchange import Counted, compare_sizes, meet_at_flush
 from gradsync.functional._leaf_hooks import weightless
 from gradsync.functional._loss import LossSum, check_loss
 from gradsync.functional._place import Part, Place
@@ -331,6 +331,7 @@ class Run:
 
     def _boundary(self) -> Boundary:
         """That of the open window, whose last micro-batch has come."""
+        compare_sizes(self._open_window)
         heard, self._heard = self._heard, None
         return Boundary(self._open_window, self.terms, self._exchange, self.crossing, heard)
 
@@ -339,6 +340,8 @@ class Run:
         return self._lane or Counted(self.terms, self.key)
 
     def _order_of_held(self, window: Window) -> Order:
+        if window.sizes is not None:
+            compare_sizes(window)
         if not window.active:
             return HELD
         # Where ranks may run out at different times, one synchronisation a window is what they can count on.

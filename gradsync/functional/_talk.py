@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gradsync._errors import GradSyncError
 from gradsync.functional._share import NOBODY, Share
 from gradsync.ranks.line import device_of
+from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import ONE_FORWARD, ranks_where
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class Talk:
 
     def answers(self, sent: Sent) -> list[Share]:
         """What all ranks said. Raises on every rank where they contradict each other."""
-        shares = [Share.of(row) for row in sent.rows()]
+        with WaitingFor(lambda: f"the next micro-batch of {self.name}"):
+            shares = [Share.of(row) for row in sent.rows()]
         apart = ranks_where(bool(share.failed) for share in shares)
         if apart:
             raise GradSyncError(

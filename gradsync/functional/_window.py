@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
     from gradsync.functional._team import Team
+    from gradsync.ranks.line import Sent
 
 
 class Window:
@@ -40,6 +41,7 @@ class Window:
         "number",
         "scale",
         "size",
+        "sizes",
         "team",
     )
 
@@ -47,6 +49,7 @@ class Window:
         self.team = team
         self.number = number
         self.size = size
+        self.sizes: Sent | None = None  # of all ranks' windows, as they were asked; None where that need not be known
         self.active = [engine for engine in team.engines if engine.trainable()]
         self.index = 0
         self.num_own = 0  # calls of this rank: no repetitions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from gradsync._errors import GradSyncError
 
@@ -33,3 +34,11 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     """The global ranks of a group; without a group, this process alone."""
     return [0] if group is None else dist.get_process_group_ranks(group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that a rank waits for the others in a collective."""
+    # No public getter in torch 2.13; a backend of somebody else's may have no options.
+    backend = group._get_backend(group._device_types[0])
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None) or default_pg_timeout
+    return float(timeout.total_seconds())

@@ -6,15 +6,20 @@ device it is read on a stream of its own: whoever waits for it never waits for a
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from gradsync.ranks.group import timeout_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Row = list["float | torch.Tensor"]
+
+_BEFORE_THE_WATCHDOG = 0.9  # of the group's time-out: after it, nccl's watchdog ends the process without a Python error
 
 
 class Line:
@@ -54,7 +59,8 @@ class Line:
             host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
             host.copy_(table, non_blocking=True)
             table.record_stream(self._stream)
-        return Sent(host, arrival=self._stream.record_event())
+        limit = _BEFORE_THE_WATCHDOG * timeout_of(self._group)
+        return Sent(host, arrival=Arrival(self._stream.record_event(), limit))
 
     def _table(self, row: Row) -> torch.Tensor:
         """All zeros but for this rank's row."""
@@ -74,7 +80,9 @@ class Sent:
 
     __slots__ = ("_arrival", "_table", "_work")
 
-    def __init__(self, table: list[list[float]] | torch.Tensor, work: Any = None, arrival: Any = None) -> None:
+    def __init__(
+        self, table: list[list[float]] | torch.Tensor, work: Any = None, arrival: Arrival | None = None
+    ) -> None:
         self._table = table
         self._work = work
         self._arrival = arrival
@@ -85,11 +93,35 @@ class Sent:
             self._work.wait()
             self._work = None
         if self._arrival is not None:
-            self._arrival.synchronize()
+            self._arrival.wait()
             self._arrival = None
         if isinstance(self._table, torch.Tensor):
             self._table = self._table.tolist()
         return self._table
+
+
+class Arrival:
+    """What a device has still to bring, and how long the host waits for it."""
+
+    __slots__ = ("_event", "_limit", "_start")
+
+    def __init__(self, event: Any, limit: float) -> None:
+        """At most `limit` seconds from now on."""
+        self._event = event
+        self._limit = limit
+        self._start = time.monotonic()
+
+    def wait(self) -> None:
+        """Raise, as for a lost rank, if it does not come in time: waiting for an event itself has no time-out."""
+        start = time.monotonic()
+        while not self._event.query():
+            now = time.monotonic()
+            if now - self._start > self._limit:
+                raise dist.DistError(
+                    f"after {now - self._start:.0f} s the device had not brought the other ranks' table"
+                )
+            time.sleep(min(max((now - start) / 16, 2e-5), 0.01))
+        self._event.synchronize()
 
 
 def device_of(group: dist.ProcessGroup, parameters: Sequence[torch.Tensor]) -> torch.device:

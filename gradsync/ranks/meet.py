@@ -10,9 +10,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from gradsync._errors import GradSyncError
+from gradsync.ranks.group import timeout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,7 +128,7 @@ def at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) ->
 
     Thread(target=run, name=f"gradsync: {topic}", daemon=True).start()
     try:
-        return outcome.result(_timeout(group) + _GRACE)
+        return outcome.result(timeout_of(group) + _GRACE)
     except dist.DistNetworkError as error:
         raise GradSyncError(
             f"Every rank must come to {topic}, but the store that they meet at is gone: {error}. The process that "
@@ -158,7 +158,7 @@ def _exchange_words(group: dist.ProcessGroup, topic: str, saying: dict[str, Any]
 def _everybody_is_empty(group: dist.ProcessGroup) -> bool:
     store, rank = group.get_group_store(), group.rank()
     mine = store.add(f"gradsync/empty/{rank}", 1)
-    limit = time.monotonic() + _timeout(group)
+    limit = time.monotonic() + timeout_of(group)
     while time.monotonic() < limit:
         everybody = all(store.add(f"gradsync/empty/{other}", 0) >= mine for other in range(group.size()))
         if store.add(f"gradsync/needed/{rank}", 0) >= mine:  # said before the one who says it counts itself in
@@ -199,7 +199,7 @@ def wait_for(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: s
 
     It looks again and again, later and later, because torch prints a warning for each wait that ends in vain.
     """
-    start, limit, looks_at_empty = time.monotonic(), _timeout(group), 1.0
+    start, limit, looks_at_empty = time.monotonic(), timeout_of(group), 1.0
     while not store.check(list(keys)):
         waited = time.monotonic() - start
         over = waited > limit
@@ -214,10 +214,3 @@ def wait_for(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: s
                     "micro-batches. Leave a loop on all ranks together, and let .over(...) hold what differs in number."
                 )
         time.sleep(min(max(waited / 16, 5e-5), 0.2))
-
-
-def _timeout(group: dist.ProcessGroup) -> float:
-    # No public getter in torch 2.13; a backend of somebody else's may have no options.
-    backend = group._get_backend(group._device_types[0])
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None) or default_pg_timeout
-    return float(timeout.total_seconds())
