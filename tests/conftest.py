@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support.programs import Programs
 from tests.support.ranks import Ranks
 
 settings.register_profile("gradsync", deadline=None)  # the machine may be busy
@@ -24,6 +25,14 @@ def pool(size: int) -> Ranks:
 def ranks():
     """`ranks(2)` gives two real ranks, started once for the whole session."""
     return pool
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """`programs.run("script.py", "--option")` is a program's exit code, output and complaints."""
+    starter = Programs()
+    yield starter
+    starter.stop()
 
 
 @pytest.fixture(autouse=True)
