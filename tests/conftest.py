@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support.programs import Programs
 from tests.support.ranks import Ranks
 
 settings.register_profile("gradsync", deadline=None)  # the machine may be busy
@@ -26,9 +27,29 @@ def ranks():
     return pool
 
 
+@pytest.fixture(scope="session")
+def programs():
+    """`programs.run("script.py", "--option")` is a program's exit code, output and complaints."""
+    starter = Programs()
+    yield starter
+    starter.stop()
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+# Two workers take the files in this order: what takes longest is not left to one of them at the end.
+FIRST = ["faults/", "verify/", "programs/", "docs/test_examples", "resume/", "typing_/", "overlap/", "device/", "bench/"]
+
+
+def pytest_collection_modifyitems(items):
+    def place(item) -> int:
+        name = item.nodeid.removeprefix("tests/")
+        return next((place for place, first in enumerate(FIRST) if name.startswith(first)), len(FIRST))
+
+    items.sort(key=place)  # stable
 
 
 def pytest_sessionfinish():

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 TESTS = [
     "tests/engines", "tests/uneven/test_table.py", "tests/resume/test_engines.py",
 ]  # fmt: skip
-BESIDE = ["pytest>=8.3", "hypothesis>=6.100", "numpy>=1.26", "typing-extensions>=4.12", "wrapt>=1.17"]
+BESIDE = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "numpy>=1.26", "typing-extensions>=4.12", "wrapt>=1.17"]
 
 
 def environment(version: str, folder: Path) -> Path:

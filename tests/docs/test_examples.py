@@ -1,23 +1,19 @@
-"""The example files, each run as a user would, on one process and under torchrun on two."""
+"""The example files, each run as a program, on one process and under torchrun on two."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import re
-import signal
-import subprocess
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-import gradsync
+from tests.support.programs import ROOT, TORCHRUN, Program, Programs
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TIME_LIMIT = 120  # seconds for one command; on an idle machine the longest takes 8
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+EXAMPLES = ROOT / "examples"
+TIME_LIMIT = 120  # seconds for all of them; on an idle machine they take 20
 
 COMMANDS = {
     "gpt": ["gpt.py", "--quick"],
@@ -29,47 +25,28 @@ COMMANDS = {
 }
 TAILS = {"before tail": ["before.py", "--batches", "30"], "after tail": ["after.py", "--batches", "30"]}
 
-Runs = dict[tuple[str, int], "Future[str]"]
-
-
-def run(command: list[str], ranks: int, path: list[Path]) -> str:
-    """What the example prints; it must exit with 0, within the limit."""
-    script, *options = command
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(map(str, path)))
-    process = subprocess.Popen(
-        [sys.executable, *(TORCHRUN if ranks == 2 else []), str(EXAMPLES / script), *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        env={**environment, "PYTHONIOENCODING": "utf-8"},
-        start_new_session=True,  # so that torchrun's workers go with it
-    )
-    try:
-        printed, complaints = process.communicate(timeout=TIME_LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        printed, complaints = process.communicate()
-        raise AssertionError(f"{script} on {ranks} hung:\n{printed}\n{complaints}") from None
-    assert process.returncode == 0, f"{script} on {ranks} exited with {process.returncode}:\n{printed}\n{complaints}"
-    return printed
+Runs = dict[tuple[str, int], str]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """All runs, two at a time, begun at once."""
-    library = Path(gradsync.__file__).parents[1]
+def runs(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """What each prints; all begin at once, and each must exit with 0, within the limit."""
     no_tqdm = tmp_path_factory.mktemp("no_tqdm")
     (no_tqdm / "tqdm.py").write_text("raise ImportError\n")
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        futures = {
-            (name, ranks): pool.submit(run, command, ranks, [library, *([no_tqdm] if "sync_every" in name else [])])
-            for name, command in COMMANDS.items()
-            for ranks in (1, 2)
-        }
-        futures |= {(name, 1): pool.submit(run, command, 1, [library]) for name, command in TAILS.items()}
-        yield futures
-        for future in futures.values():
-            future.cancel()
+
+    def begin(name: str, script: str, *options: str, ranks: int) -> Program:
+        command = [*(TORCHRUN if ranks == 2 else []), str(EXAMPLES / script), *options]
+        path = [ROOT, EXAMPLES, *([no_tqdm] if "sync_every" in name else [])]
+        environment = {"PYTHONPATH": os.pathsep.join(map(str, path))}
+        return programs.start(*command, limit=TIME_LIMIT, environment=environment)
+
+    running = {(name, ranks): begin(name, *command, ranks=ranks) for name, command in COMMANDS.items() for ranks in (1, 2)}
+    running |= {(name, 1): begin(name, *command, ranks=1) for name, command in TAILS.items()}
+    printed = {}
+    for run, program in running.items():
+        code, printed[run], complaints = program.ended()
+        assert code == 0, f"{program.title} exited with {code}:\n{printed[run]}\n{complaints}"
+    return printed
 
 
 def numbers(pattern: str, printed: str) -> list[float]:
@@ -80,7 +57,7 @@ def numbers(pattern: str, printed: str) -> list[float]:
 
 
 def gpt_losses(runs: Runs, name: str, ranks: int) -> list[float]:
-    return numbers(r"loss per byte .*: (\S+) at first, (\S+) now", runs[name, ranks].result())
+    return numbers(r"loss per byte .*: (\S+) at first, (\S+) now", runs[name, ranks])
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt_sync_every"])
@@ -100,12 +77,12 @@ def test_both_loops_of_the_gpt_end_the_same(runs: Runs) -> None:
 
 
 def test_the_gpt_shows_its_progress_without_tqdm(runs: Runs) -> None:
-    assert re.search(r"^10/16 loss \d\.\d{3}$", runs["gpt_sync_every", 1].result(), re.MULTILINE)
+    assert re.search(r"^10/16 loss \d\.\d{3}$", runs["gpt_sync_every", 1], re.MULTILINE)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_gan_learns_with_two_cadences(runs: Runs, ranks: int) -> None:
-    printed = runs["gan", ranks].result()
+    printed = runs["gan", ranks]
     # 402 micro-batches: 201 windows of 2; 100 windows of 4, and a tail of 2.
     assert numbers(r"(\d+) updates of the discriminator, (\d+) of the generator", printed) == [201, 101]
     first, last = numbers(r"distance to the data (\S+) -> (\S+),", printed)
@@ -113,7 +90,7 @@ def test_the_gan_learns_with_two_cadences(runs: Runs, ranks: int) -> None:
 
 
 def outcome(runs: Runs, name: str, ranks: int) -> tuple[float, float, str]:
-    printed = runs[name, ranks].result()
+    printed = runs[name, ranks]
     found = re.findall(r"loss (\S+) -> (\S+), parameters ([0-9a-f]{16})", printed)
     assert len(found) == 1, printed
     return float(found[0][0]), float(found[0][1]), found[0][2]

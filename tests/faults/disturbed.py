@@ -96,4 +96,5 @@ def main(spec: str, script: str, *options: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # where torchrun has forked it; its handler waits for torch to return
     main(*sys.argv[1:])

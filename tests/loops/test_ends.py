@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import textwrap
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -55,20 +51,16 @@ main()""",
 }
 
 
-def ended(program: str, path) -> str:
-    file = path / (program.replace(" ", "_") + ".py")
-    file.write_text(textwrap.dedent(BEGIN) + PROGRAMS[program])
-    root = os.path.dirname(os.path.dirname(gradsync.__file__))
-    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, str(file)], capture_output=True, text=True, env=env, timeout=50).stderr
-
-
 @pytest.fixture(scope="module")
-def words(tmp_path_factory):
-    """What each program says on stderr; they run two at a time."""
+def words(programs, tmp_path_factory):
+    """What each program says on stderr; they run at once."""
     path = tmp_path_factory.mktemp("programs")
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(PROGRAMS, pool.map(lambda one: ended(one, path), PROGRAMS), strict=True))
+    running = {}
+    for program, end in PROGRAMS.items():
+        file = path / (program.replace(" ", "_") + ".py")
+        file.write_text(textwrap.dedent(BEGIN) + end)
+        running[program] = programs.start(str(file))
+    return {program: one.ended().complaints for program, one in running.items()}
 
 
 @pytest.mark.parametrize("program", ["main ends", "main breaks", "everything is global"])

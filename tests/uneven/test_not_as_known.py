@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +12,7 @@ from gradsync import GradSyncError, LossSum, accumulating
 from tests.support.compare import assert_equal_updates
 from tests.support.items import Says
 from tests.support.models import small_model
+from tests.support.programs import TORCHRUN
 from tests.support.recorder import Recorder
 from tests.support.reference import mean_loss, micro_batch, sum_loss, train, window_mean
 
@@ -227,9 +224,6 @@ def test_many_loops(ranks, wrap):
     ranks(2).run(many_loops, wrap)
 
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-
-
 LATE = """
 import time, torch
 import gradsync
@@ -250,11 +244,8 @@ print(train_step.progress.updates)
 """
 
 
-def test_waiting_is_silent(tmp_path):
+def test_waiting_is_silent(programs, tmp_path):
     """torch prints a warning for each wait at a TCPStore that ends in vain: no rank polls it."""
     (tmp_path / "late.py").write_text(LATE)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "late.py"],
-        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout.count("3"), done.stderr) == (0, 2, ""), done
+    code, printed, complaints = programs.run(*TORCHRUN, str(tmp_path / "late.py"))
+    assert (code, printed.count("3"), complaints) == (0, 2, "")
