@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
 from gradsync.decorator.body import Body
-from gradsync.decorator.compressed import DTYPES, Compressed
+from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.fitted import FittedCall
 from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.record import Record
 from gradsync.decorator.updates import Updates
 from gradsync.decorator.watches import GradientWatch, StepGuard
 from gradsync.functional import Part, Run, Who, bare_optimizer, check_steppable, detach
+from gradsync.overlap import check_compress
 from gradsync.ranks.lost import is_lost, lost
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Call:
         self._updates = Updates(self.run, settings, self.record, self.watch)
         self._body = Body(self.run, settings.skip)
         # What travels while the next window computes; None where everything is exact.
-        self.ahead = Overlapped(self._updates, DTYPES[settings.compress]) if settings.overlap else None
+        self.ahead = Overlapped(self._updates, check_compress(settings.compress)) if settings.overlap else None
         if self.ahead is not None or settings.compress is not None:
             self.run.crossing = self.ahead or Compressed()
         self._fitted = None if settings.fit is False else FittedCall(settings.fit, self._updates, self.watch)

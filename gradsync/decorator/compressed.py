@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from gradsync.functional import Team, Window
     from gradsync.overlap import Travel
 
-DTYPES = {None: None, "bf16": torch.bfloat16}
-"""What `compress` means."""
-
 
 class Compressed:
     """The gradients of a call's windows travel in bfloat16, what else travels as it is."""

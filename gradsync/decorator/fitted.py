@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._fitted import Fitted, OneBackward
+from gradsync.functional import InParts, PartedBackward
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class FittedCall:
     """Runs the micro-batches of one call, and remembers between them what fits."""
 
     def __init__(self, fit: bool | Cut, updates: Updates, watch: GradientWatch) -> None:  # noqa: FBT001 - its user's
-        self._fitted = Fitted(fit, updates.run.name)
+        self._fitted = InParts(fit, updates.run.name)
         self._updates = updates
         self._watch = watch
 
@@ -34,7 +34,7 @@ class FittedCall:
         def changes() -> None:
             self._watch.check(run.name, place.index)
 
-        one = OneBackward(run, place, scaler=self._updates.scaler, changes=changes)
+        one = PartedBackward(run, place, scaler=self._updates.scaler, changes=changes)
         try:
             returned = self._fitted.run(one, function, args, kwargs)
         except BaseException as error:  # noqa: BLE001 - goes on, if it is not to be skipped
@@ -44,7 +44,7 @@ class FittedCall:
         closing = one.end()
         return returned if run.num_dropped == num_dropped else None, closing
 
-    def _fail(self, one: OneBackward, error: BaseException) -> Closing | None:
+    def _fail(self, one: PartedBackward, error: BaseException) -> Closing | None:
         """A part failed, and not for lack of memory, or could not be cut."""
         if one.begun is not None:
             return one.end(error)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from gradsync.engines._compress import check
 from gradsync.functional import NonFinite, Steps, Terms
-from gradsync.overlap.check import check_settings
+from gradsync.overlap import check_compress, check_settings
 from gradsync.parts import Fit
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class Settings:
                     else f"{kind!r}, of type {type(kind).__name__}, is in it"
                 )
                 raise TypeError(f"skip must be a tuple of exception types, but {came}. Pass the classes.")
-        check(self.compress)
+        check_compress(self.compress)
         if self.fit is not False:
             Fit(self.fit)  # which raises for what it cannot be
         self.terms()  # which looks at the steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
-from gradsync.functional._fitted import Fitted
+from gradsync.functional._in_parts import InParts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ class Fitting(Generic[P, R]):
 
     def __init__(self, function: Callable[P, R], cut: bool | Cut = True) -> None:  # noqa: FBT001, FBT002
         self._function = function
-        self._fitted = Fitted(cut, getattr(function, "__qualname__", repr(function)))
+        self._fitted = InParts(cut, getattr(function, "__qualname__", repr(function)))
 
     def __call__(self, step: MicroStep, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function on these arguments, and the backward of `step`."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsync._errors import GradSyncError
+from gradsync._loss import LossSum
 from gradsync.engines import rest
-from gradsync.functional._fitted import OneBackward
 from gradsync.functional._gradients import normalise
+from gradsync.functional._in_parts import PartedBackward
 from gradsync.functional._leaf_hooks import PlainBackward, weightless
 from gradsync.functional._loop import Loop
-from gradsync.functional._loss import LossSum
 from gradsync.functional._no_sync import check_modules
 from gradsync.functional._place import Part, Place
 from gradsync.functional._run import Run
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradsync.functional._backward import RunBackward
-    from gradsync.functional._fitted import Fitted
+    from gradsync.functional._in_parts import InParts
     from gradsync.functional._share import Closing
     from gradsync.functional._steps import Steps
 
@@ -196,7 +196,7 @@ class _Turn:
     def in_parts(
         self,
         step: MicroStep,
-        fitted: Fitted,
+        fitted: InParts,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -207,7 +207,7 @@ class _Turn:
             returned = fitted.run_forward(function, args, kwargs)
             self._close(self._run.miss(place))
             return returned
-        one = OneBackward(self._run, place)
+        one = PartedBackward(self._run, place)
         try:
             returned = fitted.run(one, function, args, kwargs)
         except BaseException as error:

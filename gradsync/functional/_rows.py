@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
+from gradsync._loss import LossSum, find_loss
 from gradsync.engines import find
 from gradsync.functional._backward import Hold
-from gradsync.functional._loss import LossSum, find_loss
 from gradsync.functional._no_sync import check_modules
 from gradsync.parts.memory import Before, Buffers, free, is_out_of_memory, let_go
 from gradsync.parts.peak import is_room, meter_of

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
+from gradsync._loss import LossSum, check_loss
 from gradsync._registry import OPEN
 from gradsync.functional._backward import NO_RANGE, Both, Joined, Order, backward, named_range, reduce
 from gradsync.functional._boundary import Begun, Boundary
 from gradsync.functional._crossing import Plainly, land
 from gradsync.functional._exchange import Counted, meet_at_flush
 from gradsync.functional._leaf_hooks import weightless
-from gradsync.functional._loss import LossSum, check_loss
 from gradsync.functional._place import Part, Place
 from gradsync.functional._share import PLAIN
 from gradsync.functional._steps import window_size

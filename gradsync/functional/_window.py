@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync._errors import GradSyncError
+from gradsync._loss import LossSum, check_loss
 from gradsync.functional._count import Count
-from gradsync.functional._loss import LossSum, check_loss
 from gradsync.functional._share import MEANS, NOBODY, NOTHING, SUMS, Share
 from gradsync.ranks.lost import is_lost
 
