@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gradsync._registry import TRAVELLING
 from gradsync.functional._backward import NO_RANGE
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
     from contextlib import AbstractContextManager
 
     from gradsync.functional._team import Team
@@ -38,10 +36,3 @@ class Plainly:
 
     def across(self, window: Window) -> AbstractContextManager[Any]:  # noqa: ARG002 - that of the protocol
         return NO_RANGE
-
-
-def land(ids: Collection[int], *, of: object = None, beside: object = None) -> None:
-    """Before a window takes these parameters: what travels to them lands, but for what is `of` or `beside` a run."""
-    for other in list(TRAVELLING):
-        if other.run is of or (other.run is not beside and not other.ids.isdisjoint(ids)):
-            other.settle()

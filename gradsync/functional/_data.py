@@ -31,7 +31,7 @@ class Data:
 
     def items(self, iterable: Iterable[T], name: str, ahead: Callable[[], int]) -> Iterator[T]:
         """The items of an iterable, each one handed out; where its length is not known, so many are drawn ahead."""
-        for item, drawn in with_known(iterable, name, ahead):
+        for item, drawn in with_known(iterable, name, ahead, self.length):
             self._drawn = drawn
             self.draw(last=not drawn)
             yield item

@@ -10,6 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from gradsync._errors import GradSyncError
+from gradsync.engines import is_in_pieces
+from gradsync.ranks.group import several_ranks
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import TypeAlias
@@ -38,10 +42,11 @@ def normalise(parameters: Iterable[nn.Parameter], factor: float) -> None:
             torch._foreach_mul_(gradients, factor)
 
 
-def norm(parameters: Iterable[nn.Parameter], *, spread: Spread = WHOLE) -> torch.Tensor:
+def norm(parameters: Iterable[nn.Parameter], *, spread: Spread | None = None) -> torch.Tensor:
     """The norm of all gradients as one vector, wherever their parts live: DTensors of any meshes, others beside them.
 
-    `spread` names the ranks that plain gradients are spread over in pieces, by the id of their parameter (FSDP1).
+    `FullyShardedDataParallel` spreads plain gradients over ranks in pieces. `spread` has those ranks, by the id of the
+    parameter: `run.fit().spread`. Without it such parameters are an error.
     """
     parts: list[torch.Tensor] = []
     for place, gradients in _places(parameters, spread).items():
@@ -59,7 +64,7 @@ def norm(parameters: Iterable[nn.Parameter], *, spread: Spread = WHOLE) -> torch
     return total
 
 
-def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread = WHOLE) -> torch.Tensor:
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread | None = None) -> torch.Tensor:
     """Scale the gradients down to a norm of at most `max_norm`; returns the norm that they had.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2)); weight.grad = torch.tensor([3.0, 4.0])
@@ -82,7 +87,7 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread 
     return total
 
 
-def all_finite(parameters: Iterable[nn.Parameter], *, spread: Spread = WHOLE) -> bool:
+def all_finite(parameters: Iterable[nn.Parameter], *, spread: Spread | None = None) -> bool:
     """Whether no gradient has an inf or a NaN, on any of the ranks that share it. One host synchronisation."""
     finite = True
     for place, gradients in _places(parameters, spread).items():
@@ -131,9 +136,11 @@ class _Place(NamedTuple):
         return [] if self.ranks is None else [self.ranks]
 
 
-def _places(parameters: Iterable[nn.Parameter], spread: Spread) -> dict[_Place, list[torch.Tensor]]:
+def _places(parameters: Iterable[nn.Parameter], spread: Spread | None) -> dict[_Place, list[torch.Tensor]]:
     """The gradients by place. Where they are in pieces, a rank that has none takes part with an empty one."""
     places: defaultdict[_Place, list[torch.Tensor]] = defaultdict(list)
+    parameters = list(parameters)
+    spread = known_spread(parameters, spread)
     for parameter in parameters:
         gradient, ranks = parameter.grad, spread.get(id(parameter))
         if gradient is None and ranks is not None:
@@ -141,6 +148,16 @@ def _places(parameters: Iterable[nn.Parameter], spread: Spread) -> dict[_Place, 
         if gradient is not None:
             places[_Place(*_kind(gradient), ranks)].append(gradient)
     return places
+
+
+def known_spread(parameters: Iterable[nn.Parameter], spread: Spread | None) -> Spread:
+    """`spread`, or an error where it was left out and is needed."""
+    if spread is None and several_ranks() and any(map(is_in_pieces, parameters)):
+        raise GradSyncError(
+            "The norm of gradients that FullyShardedDataParallel has sharded, and whether they are finite, take the "
+            "pieces of all ranks, but spread= does not say which ranks these are. Pass spread=run.fit().spread."
+        )
+    return WHOLE if spread is None else spread
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,7 @@ class Loop:
             elif run.team is None and talk.team.num_ranks > 1:
                 talk.announce(run)
             talk.called.append(run)
+            talk.check_keys()
         if run.window is None:
             run.open(run.fit())
 

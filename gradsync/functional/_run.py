@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync._errors import GradSyncError
 from gradsync._loss import LossSum, check_loss
 from gradsync._registry import OPEN
 from gradsync.functional._backward import NO_RANGE, Both, Joined, Order, backward, named_range, reduce
 from gradsync.functional._boundary import Begun, Boundary
-from gradsync.functional._crossing import Plainly, land
+from gradsync.functional._crossing import Plainly
 from gradsync.functional._exchange import Counted, meet_at_flush
 from gradsync.functional._leaf_hooks import weightless
+from gradsync.functional._others import insist_on_one_window, land
 from gradsync.functional._place import Part, Place
 from gradsync.functional._share import PLAIN
 from gradsync.functional._steps import window_size
@@ -63,6 +63,7 @@ class Run:
         self.crossing: Crossing = Plainly()
         self._lane: Lane | None = None  # that of the current place, in a loop
         self._heard: Sent | None = None  # what the ranks have said already of the window that closes
+        self._agreed = False  # whether the ranks have agreed to flush
 
     @property
     def index(self) -> int:
@@ -265,13 +266,7 @@ class Run:
 
     def open(self, team: Team) -> Window:
         """Begin a window of a team that fits."""
-        for other in list(OPEN):
-            if other is not self and other.window is not None and not team.ids.isdisjoint(other.team.ids):
-                raise GradSyncError(
-                    f"A parameter can be in one open window at a time, but {self.name} begins one with parameters that "
-                    f"are in the open window of {other.name}. Call {other.name}.flush() or .reset() first, or keep the "
-                    "other model out of one of the optimizers."
-                )
+        insist_on_one_window(self.name, team.ids, of=self)
         land(team.ids, beside=self)
         self.crossing.check(team)
         window = Window(team, self.number, window_size(self.terms.steps, self.number))
@@ -302,10 +297,14 @@ class Run:
 
     def agree_to_flush(self) -> bool:
         """Whether any rank has an open window to close before its end. Collective; it changes nothing."""
-        return any(meet_at_flush(self.fit(), self.number, self.index))
+        self._agreed = any(meet_at_flush(self.fit(), self.number, self.index))
+        return self._agreed
 
     def flush(self) -> Closing | None:
-        """Close the open window now, as all ranks have agreed to. Collective."""
+        """Close the open window now; None if no rank has one. Collective: the ranks agree first, if not done yet."""
+        if not self._agreed and not self.agree_to_flush():
+            return None
+        self._agreed = False
         self._lane = None
         team = self.fit()
         window = self.window or self.open(team)

@@ -35,7 +35,7 @@ class Talk:
     @property
     def known(self) -> list[Run]:
         """The runs whose windows the loop may come to, as far as this rank knows: the same order on all ranks."""
-        return sorted({run.key: run for run in (*self.runs(), *self.called)}.values(), key=lambda run: run.key)
+        return sorted(dict.fromkeys((*self.runs(), *self.called)), key=lambda run: run.key)
 
     @property
     def team(self) -> Team:
@@ -111,6 +111,15 @@ class Talk:
                     f"rank {r} is at number {int(s.closing)}" for r, s in enumerate(shares) if s.closing != NOBODY
                 )
                 + " of those that the loop calls. Call the functions in one order on all ranks."
+            )
+
+    def check_keys(self) -> None:
+        """Raise for two runs of one key: the ranks could not tell their windows apart."""
+        keys = [run.key for run in self.known]
+        if len(set(keys)) < len(keys):
+            raise GradSyncError(
+                f"Each run that is called in {self.name} needs a key of its own, the same on all ranks, but the keys "
+                f"are {', '.join(map(str, keys))}. Pass key= to functional.Run: 0, 1, ..."
             )
 
     def _nothing_known(self, shares: Sequence[Share]) -> GradSyncError:

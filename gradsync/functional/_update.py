@@ -9,7 +9,7 @@ import torch
 
 from gradsync._errors import GradSyncError
 from gradsync.functional._backward import named_range
-from gradsync.functional._gradients import WHOLE, all_finite, clip, normalise
+from gradsync.functional._gradients import all_finite, clip, known_spread, normalise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +39,7 @@ def update(
     clip_norm: float | None = None,
     factor: float = 1.0,
     nonfinite: NonFinite = "step",
-    spread: Spread = WHOLE,
+    spread: Spread | None = None,
 ) -> Update:
     """Unscale, normalise by `factor`, clip, step, update the scaler, step the schedulers, and zero the gradients.
 
@@ -70,7 +70,7 @@ def step_optimizers(
     clip_norm: float | None = None,
     factor: float = 1.0,
     nonfinite: NonFinite = "step",
-    spread: Spread = WHOLE,
+    spread: Spread | None = None,
 ) -> Update:
     """The first half of `update`: what comes before the schedulers. The gradients are still there."""
     with named_range("gradsync.update"):
@@ -182,9 +182,11 @@ def _step(optimizers: Sequence[Optimizer], scaler: GradScaler | None, *, finite:
     return stepped
 
 
-def _ensure_scale(scaler: GradScaler, parameters: Sequence[nn.Parameter], spread: Spread) -> None:
+def _ensure_scale(scaler: GradScaler, parameters: Sequence[nn.Parameter], spread: Spread | None) -> None:
     """A rank that had no micro-batch in any window yet has a scaler that never scaled, and would not unscale."""
-    if not spread.keys().isdisjoint(map(id, parameters)) and not hasattr(scaler, "process_group"):
+    if not known_spread(parameters, spread).keys().isdisjoint(map(id, parameters)) and not hasattr(
+        scaler, "process_group"
+    ):
         raise GradSyncError(
             "Gradients that FullyShardedDataParallel has sharded need a scaler that asks all ranks whether one came "
             f"upon an inf, but the scaler is a {type(scaler).__name__}, which asks its own rank. Use "
