@@ -1,4 +1,4 @@
-"""How the gradients of a window cross to the other ranks: the engines' own way, or another that a run is given."""
+"""How the gradients of a window travel to the other ranks: the engines' own way, or that of overlap or compress."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class Crossing(Protocol):
-    """How the gradients of a run's windows cross to the other ranks."""
+    """How the gradients of a run's windows travel to the other ranks."""
 
-    #: Whether a window closes before its gradients have arrived: nothing that it needs may then come after them.
+    #: Whether a window closes before its gradients have arrived. Then nothing else may be sent behind them.
     closes_before: bool
 
     def check(self, team: Team) -> None:
-        """Raise for a team whose gradients cannot go this way; as a window opens."""
+        """Raise for a team whose gradients cannot travel this way. Asked when a window opens."""
 
     def across(self, window: Window) -> AbstractContextManager[Any]:
-        """What the synchronisation of a window is to be inside of."""
+        """A context for the synchronisation of a window."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What is done to gradients: normalise, clip, check, discard. Parameters in, nothing kept."""
+"""Arithmetic on gradients: normalise, norm, clip, finite, discard. Functions of parameters, without state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def normalise(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 def norm(parameters: Iterable[nn.Parameter], *, spread: Spread | None = None) -> torch.Tensor:
-    """The norm of all gradients as one vector, wherever their parts live: DTensors of any meshes, others beside them.
+    """The norm of all gradients together: plain tensors and DTensors of any meshes.
 
     `FullyShardedDataParallel` spreads plain gradients over ranks in pieces. `spread` has those ranks, by the id of the
     parameter: `run.fit().spread`. Without it such parameters are an error.
@@ -65,7 +65,7 @@ def norm(parameters: Iterable[nn.Parameter], *, spread: Spread | None = None) ->
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread | None = None) -> torch.Tensor:
-    """Scale the gradients down to a norm of at most `max_norm`; returns the norm that they had.
+    """Scale the gradients down to a norm of at most `max_norm`; returns the norm from before.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2)); weight.grad = torch.tensor([3.0, 4.0])
     >>> clip([weight], 1.0), weight.grad
@@ -73,7 +73,7 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread 
     """
     parameters = list(parameters)
     total = norm(parameters, spread=spread)
-    # torch's own, one kind at a time: it takes no sparse gradients, and no DTensors with others beside them.
+    # torch's function, for one kind at a time: it takes neither sparse gradients nor a mixture with DTensors.
     alike: defaultdict[object, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -88,11 +88,11 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread 
 
 
 def all_finite(parameters: Iterable[nn.Parameter], *, spread: Spread | None = None) -> bool:
-    """Whether no gradient has an inf or a NaN, on any of the ranks that share it. One host synchronisation."""
+    """Whether no gradient has an inf or a NaN, on any rank that has a piece of it. One host synchronisation."""
     finite = True
     for place, gradients in _places(parameters, spread).items():
         pieces = [piece for piece in map(_local, gradients) if piece.numel()]
-        # The largest element cannot overflow by itself, as a norm can. As a number, because a NaN may get lost in MAX.
+        # The largest element cannot overflow, which a 2-norm can. A flag is sent, because MAX may lose a NaN.
         odd = torch.zeros((), device=gradients[0].device)
         if pieces:
             odd = (~torch.isfinite(get_total_norm(pieces, float("inf")))).to(odd)
@@ -109,12 +109,12 @@ def discard(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _kind(gradient: torch.Tensor) -> tuple[Any, bool]:
-    """What one foreach call must not mix: meshes, and layouts."""
+    """The kind of a gradient; a foreach call takes one kind: one mesh, one layout."""
     return getattr(gradient, "device_mesh", None), gradient.is_sparse
 
 
 def _alike(parameters: Iterable[nn.Parameter]) -> Sequence[list[torch.Tensor]]:
-    """The gradients in groups that one foreach call takes."""
+    """The gradients in groups of one kind."""
     groups: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -123,21 +123,21 @@ def _alike(parameters: Iterable[nn.Parameter]) -> Sequence[list[torch.Tensor]]:
 
 
 class _Place(NamedTuple):
-    """Where some gradients live: on a mesh, spread over ranks in pieces, or whole on each rank."""
+    """Where gradients lie: on a mesh, in pieces on ranks, or whole on each rank."""
 
     mesh: Any
     is_sparse: bool
     ranks: dist.ProcessGroup | None
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups of ranks to ask, one after another, about all of a gradient."""
+        """The groups over which to reduce, one after another, to have all of a gradient."""
         if self.mesh is not None:
             return [self.mesh.get_group(dimension) for dimension in range(self.mesh.ndim)]
         return [] if self.ranks is None else [self.ranks]
 
 
 def _places(parameters: Iterable[nn.Parameter], spread: Spread | None) -> dict[_Place, list[torch.Tensor]]:
-    """The gradients by place. Where they are in pieces, a rank that has none takes part with an empty one."""
+    """The gradients by place. A rank without a piece takes part with an empty piece."""
     places: defaultdict[_Place, list[torch.Tensor]] = defaultdict(list)
     parameters = list(parameters)
     spread = known_spread(parameters, spread)
@@ -170,6 +170,6 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _full(total: torch.Tensor) -> torch.Tensor:
-    """The norm of sharded gradients is itself spread over the ranks."""
+    """The whole norm: that of DTensors is itself a DTensor."""
     full: Callable[[], torch.Tensor] | None = getattr(total, "full_tensor", None)
     return total if full is None else full()

@@ -1,4 +1,4 @@
-"""An iterable, which of its items is the last, and how many are known to come."""
+"""The items of an iterable, with how many are known to come after each."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def with_known(
 
 
 def length(iterable: object) -> int | None:
-    """Its length where it has one."""
+    """The length of an iterable; None if it has none."""
     try:
         return len(iterable)  # type: ignore[arg-type]
     except TypeError:
