@@ -54,5 +54,5 @@ class PlainBackward:
 
 
 def weightless(leaves: Iterable[torch.Tensor]) -> LeafHooks:
-    """Hooks that replace gradients by zeros. (`loss * 0` would leave an inf or a NaN.)"""
+    """Hooks that replace gradients by zeros, which `loss * 0` would not do for an inf or a NaN."""
     return LeafHooks(leaves, lambda gradient: None if gradient is None else torch.zeros_like(gradient))
