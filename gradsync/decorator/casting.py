@@ -1,4 +1,4 @@
-"""Who takes part in a call: its models, optimizers, schedulers and scaler, found by type or named by keyword."""
+"""Finds the participants of a call (models, optimizers, schedulers, scaler), by type or by keyword."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 Naming: TypeAlias = "Any | Callable[..., Any] | None"
-"""An object, a tuple of objects, or a function of the call's arguments; None to look among those by type."""
+"""An object, a tuple of objects, or a function of the call's arguments; None to search the arguments by type."""
 
-_LOOKED_THROUGH = 64  # items of a container among the arguments, for participants that are hidden in it
+_LOOKED_THROUGH = 64  # containers up to this size are searched for participants that would be passed over
 
 
 class Cast(NamedTuple):
@@ -42,7 +42,7 @@ class Casting:
     _candidates: dict[type, bool] = field(default_factory=dict, repr=False, compare=False)
 
     def participants(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Everything that takes part in the call with these arguments, in a fixed order, for a quick comparison."""
+        """All participants of a call with these arguments, in a fixed order, for a quick comparison."""
         found = [one for one in (*args, *kwargs.values()) if self._may_be(one)]
         if self._by_type:
             return found
@@ -76,7 +76,7 @@ class Casting:
         )
 
     def _may_be(self, one: object) -> bool:
-        """Whether it may be a participant, by its class, which is quick to tell; `kind_of` looks at it."""
+        """Whether it may be a participant, judged by its class (quick); `kind_of` decides."""
         candidate = self._candidates.get(type(one))
         if candidate is None:
             kinds = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
@@ -93,7 +93,7 @@ _KINDS = ("model", "optimizer", "scheduler", "scaler")
 
 
 def kind_of(one: object) -> str | None:
-    """What takes part as what. A scheduler is whatever has a `step` and the optimizer that it moves."""
+    """As what an object takes part; None if it does not. A scheduler has a `step` and the optimizer that it moves."""
     if isinstance(one, nn.Module):
         return "model"
     if isinstance(one, Optimizer):
@@ -104,7 +104,7 @@ def kind_of(one: object) -> str | None:
 
 
 def cast_of(participants: Sequence[Any]) -> Cast:
-    """The participants by what they are."""
+    """The participants, sorted by kind."""
     kinds = [(one, kind_of(one)) for one in participants]
     models, optimizers, schedulers, scalers = (
         tuple({id(one): one for one, own in kinds if own == kind}.values()) for kind in _KINDS
@@ -127,7 +127,7 @@ def check_cast(cast: Cast, name: str, came: Sequence[object], *, is_method: bool
 
 
 def _moves(one: object) -> bool:
-    """Whether it has a step and an optimizer, as timm's and Accelerate's schedulers have, and is no trainer."""
+    """Whether it has a step and an optimizer (schedulers of timm, Accelerate), and no model (a trainer)."""
     if not callable(getattr(one, "step", None)) or isinstance(one, type):
         return False
     own = getattr(one, "__dict__", {})
@@ -140,7 +140,7 @@ def _several(value: Any) -> Sequence[Any]:
 
 
 def _inside(container: object) -> Iterator[object]:
-    """What is in a container among the arguments, and in those in it; a long one is data."""
+    """The items of a container, nested ones too. A long container is data, and not searched."""
     if type(container) is dict:
         items = list(container.values())
     elif isinstance(container, tuple | list | set):
@@ -155,7 +155,7 @@ def _inside(container: object) -> Iterator[object]:
 
 
 def _named(naming: Naming, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    # A module is callable too, and meant as itself.
+    # A module is callable too, but is not a function of the arguments.
     named = naming(*args, **kwargs) if callable(naming) and kind_of(naming) is None else naming
     several = list(named) if isinstance(named, tuple | list) else [named]
     for one in several:

@@ -1,4 +1,4 @@
-"""A call with `fit`: its body and its backward, in as many parts as memory needs."""
+"""`fit`: a call runs its body and its backward in as many parts as memory needs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class FittedCall:
-    """Runs the micro-batches of one call, and remembers between them what fits."""
+    """Runs the micro-batches of one call, and remembers the size that fits."""
 
-    def __init__(self, fit: bool | Cut, updates: Updates, watch: GradientWatch) -> None:  # noqa: FBT001 - its user's
+    def __init__(self, fit: bool | Cut, updates: Updates, watch: GradientWatch) -> None:  # noqa: FBT001 - the user's
         self._fitted = InParts(fit, updates.run.name)
         self._updates = updates
         self._watch = watch
@@ -28,7 +28,7 @@ class FittedCall:
     def micro_batch(
         self, place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Closing | None]:
-        """Run the user's function and its backward; returns what it returned (None where it is dropped)."""
+        """Run the user's function and its backward; returns what it returned (None if it is dropped)."""
         run, record = self._updates.run, self._updates.record
 
         def changes() -> None:
@@ -45,7 +45,7 @@ class FittedCall:
         return returned if run.num_dropped == num_dropped else None, closing
 
     def _fail(self, one: PartedBackward, error: BaseException) -> Closing | None:
-        """A part failed, and not for lack of memory, or could not be cut."""
+        """A part failed for another reason than memory, or could not be cut."""
         if one.begun is not None:
             return one.end(error)
         if not isinstance(error, self._updates.settings.skip) or isinstance(error, GradSyncError) or is_lost(error):
