@@ -1,4 +1,4 @@
-"""Who takes part in a call: its models, optimizers, schedulers and scaler, found by type or named by keyword."""
+"""Finds the participants of a call (models, optimizers, schedulers, scaler), by type or by keyword."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 Naming: TypeAlias = "Any | Callable[..., Any] | None"
-"""An object, a tuple of objects, or a function of the call's arguments; None to look among those by type."""
+"""An object, a tuple of objects, or a function of the call's arguments; None to search the arguments by type."""
 
 _CONTAINERS = (tuple, list, set, dict)
 _LOOKED_THROUGH = 64  # items of a container among the arguments, for participants that are hidden in it
@@ -43,7 +43,7 @@ class Casting:
     _candidates: dict[type, bool] = field(default_factory=dict, repr=False, compare=False)
 
     def participants(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Everything that takes part in the call with these arguments, in a fixed order, for a quick comparison."""
+        """All participants of a call with these arguments, in a fixed order, for a quick comparison."""
         known = self._candidates
         came = (*args, *kwargs.values()) if kwargs else args
         found = [one for one in came if (known[type(one)] if type(one) in known else self._may_be(one))]
@@ -82,7 +82,7 @@ class Casting:
         )
 
     def _may_be(self, one: object) -> bool:
-        """Whether it may be a participant, by its class, which is worked out once; `kind_of` looks at it."""
+        """Whether it may be a participant, judged by its class (quick); `kind_of` decides."""
         kinds = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
         candidate = isinstance(one, kinds) or callable(getattr(type(one), "step", None))
         self._candidates[type(one)] = candidate
@@ -97,7 +97,7 @@ _KINDS = ("model", "optimizer", "scheduler", "scaler")
 
 
 def kind_of(one: object) -> str | None:
-    """What takes part as what. A scheduler is whatever has a `step` and the optimizer that it moves."""
+    """As what an object takes part; None if it does not. A scheduler has a `step` and the optimizer that it moves."""
     if isinstance(one, nn.Module):
         return "model"
     if isinstance(one, Optimizer):
@@ -108,7 +108,7 @@ def kind_of(one: object) -> str | None:
 
 
 def cast_of(participants: Sequence[Any]) -> Cast:
-    """The participants by what they are."""
+    """The participants, sorted by kind."""
     kinds = [(one, kind_of(one)) for one in participants]
     models, optimizers, schedulers, scalers = (
         tuple({id(one): one for one, own in kinds if own == kind}.values()) for kind in _KINDS
@@ -131,7 +131,7 @@ def check_cast(cast: Cast, name: str, came: Sequence[object], *, is_method: bool
 
 
 def _moves(one: object) -> bool:
-    """Whether it has a step and an optimizer, as timm's and Accelerate's schedulers have, and is no trainer."""
+    """Whether it has a step and an optimizer (schedulers of timm, Accelerate), and no model (a trainer)."""
     if not callable(getattr(one, "step", None)) or isinstance(one, type):
         return False
     own = getattr(one, "__dict__", {})
@@ -144,7 +144,7 @@ def _several(value: Any) -> Sequence[Any]:
 
 
 def _inside(container: dict[Any, Any] | tuple[Any, ...] | list[Any] | set[Any]) -> Iterator[object]:
-    """What is in a container among the arguments, and in those in it; a long one is data."""
+    """The items of a container, nested ones too. A long container is data, and not searched."""
     if isinstance(container, dict):
         items = list(container.values())
     else:
@@ -157,7 +157,7 @@ def _inside(container: dict[Any, Any] | tuple[Any, ...] | list[Any] | set[Any]) 
 
 
 def _named(naming: Naming, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    # A module is callable too, and meant as itself.
+    # A module is callable too, but is not a function of the arguments.
     named = naming(*args, **kwargs) if callable(naming) and kind_of(naming) is None else naming
     several = list(named) if isinstance(named, tuple | list) else [named]
     for one in several:

@@ -1,4 +1,4 @@
-"""The update that a window closes with: gradients made a mean, clipped, stepped on and cleared, schedulers moved."""
+"""`Updates`: the update of a closed window, from the gradients' normalisation to the schedulers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Updates:
         self.run = run
         self.settings = settings
         self.record = record
-        self.is_stepping = False  # whether a step of the optimizer is ours
+        self.is_stepping = False  # whether a step of the optimizer is made here
         self._watch = watch
         self._schedulers: list[weakref.ref[Any]] = []
         self._scaler: weakref.ref[GradScaler] | None = None
@@ -45,11 +45,11 @@ class Updates:
         return None if self._scaler is None else self._scaler()
 
     def keeps(self, closing: Closing) -> bool:
-        """Whether a window is to have an update at all."""
+        """Whether this window gets an update: it has something to average, and `tail` does not drop it."""
         return closing.factor is not None and (self.settings.tail != "drop" or closing.filled)
 
     def close(self, closing: Closing) -> None:
-        """The gradients of the open window are synchronised: make its update, or what `tail` says."""
+        """After the open window has synchronised: make its update, unless `keeps` says otherwise, and close it."""
         window = self.run.window
         assert window is not None, "it is closed here"
         team = window.team
@@ -67,10 +67,7 @@ class Updates:
             refuse_nonfinite(self._making, self.settings.nonfinite)
 
     def step(self, team: Team, factor: float, window: Window | None = None) -> Update:
-        """Make the update with synchronised gradients, and move the schedulers; the gradients are gone then.
-
-        `window` is the one that has closed just now, whose gradients a scaler may have scaled.
-        """
+        """Make the update with synchronised gradients, step the schedulers, and clear the gradients."""
         settings, scaler = self.settings, self.scaler
         found, self.is_stepping = self.is_stepping, True
         self._making = NO_UPDATE
@@ -94,7 +91,7 @@ class Updates:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """A step inside is ours."""
+        """Optimizer steps inside are made here, not by the user."""
         found, self.is_stepping = self.is_stepping, True
         try:
             yield
@@ -102,7 +99,7 @@ class Updates:
             self.is_stepping = found
 
     def end_window(self) -> None:
-        """The window that has synchronised is over, though its update may be still to come."""
+        """Close the window, after it has synchronised. Its update may come later (`overlap`)."""
         window = self.run.window
         assert window is not None, "it ends here"
         self.record.size = window.size
@@ -110,7 +107,7 @@ class Updates:
         self._watch.forget()
 
     def note_landed(self, made: Update, closed: ClosedLosses) -> None:
-        """The update of an earlier window was made, whose gradients have travelled meanwhile: tell of it."""
+        """The update of an earlier window was made when its gradients arrived: record it, and call `on_update`."""
         self.record.note(made, closed)
         refuse_nonfinite(made, self.settings.nonfinite)
         self.record.tell()

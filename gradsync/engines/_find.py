@@ -102,6 +102,14 @@ def behind(module: nn.Module) -> DistributedDataParallel | None:
     return engines[-1].ddp if engines else None
 
 
+def is_in_pieces(parameter: nn.Parameter) -> bool:
+    """Whether `FullyShardedDataParallel` keeps it, or a view of it, in a flat parameter that may be sharded.
+
+    Private in torch (2.13, `_common_utils.FSDP_FLATTENED`): the mark that it sets on them.
+    """
+    return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
 def is_engine(kind: type) -> bool:
     """Whether an engine is made for modules of this class."""
     return issubclass(kind, nn.Module) and _make_for(kind) is not None

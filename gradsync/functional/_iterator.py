@@ -1,4 +1,4 @@
-"""`sync_every`: the windows of a loop that stays the user's own."""
+"""`sync_every`: windows for a loop that keeps its own backward and update."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsync._errors import GradSyncError
+from gradsync._loss import LossSum
 from gradsync.engines import rest
 from gradsync.functional._backward import NO_RANGE
-from gradsync.functional._fitted import OneBackward
 from gradsync.functional._gradients import normalise
+from gradsync.functional._in_parts import PartedBackward
 from gradsync.functional._leaf_hooks import PlainBackward, weightless
 from gradsync.functional._loop import Loop
-from gradsync.functional._loss import LossSum
 from gradsync.functional._no_sync import check_modules
 from gradsync.functional._place import Part, Place
 from gradsync.functional._run import Run
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradsync.functional._backward import RunBackward
-    from gradsync.functional._fitted import Fitted
+    from gradsync.functional._in_parts import InParts
     from gradsync.functional._share import Closing
     from gradsync.functional._steps import Steps
 
@@ -43,11 +43,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MicroStep:
-    """One micro-batch's place in its window, and its backward.
+    """The place of a micro-batch in its window, and its backward.
 
-    `size` is what the window was planned to have; a tail ends sooner. `last` tells that the window closes in this
-    turn. A `replay` is an item that was handed out before: the other ranks need this one to take part, and its
-    gradients weigh nothing.
+    `size` is the planned number of micro-batches; a tail ends sooner. `last` says that the window closes with this
+    step. A `replay` is an item that was handed out before: the other ranks have more data and need this rank to take
+    part. Its gradients weigh nothing.
     """
 
     index: int
@@ -62,17 +62,17 @@ class MicroStep:
     ) -> None:
         """Scale the loss and run its backward; on the last micro-step, synchronise and normalise the gradients.
 
-        Afterwards, on the last one, each gradient is the mean over all micro-batches of all ranks in the window. With
-        `count`, `loss` is a sum over `count` items, and the gradient is that of all sums over all counts. With AMP,
-        pass `scaler.scale(loss)`. `run` says who runs the backward: `run=accelerator.backward`.
+        After the last one, each gradient is the mean over all micro-batches of all ranks in the window. With `count`,
+        `loss` is a sum over `count` items, and the gradient is that of all sums over all counts. With AMP, pass
+        `scaler.scale(loss)`. `run` runs the backward in place of `loss.backward`: `run=accelerator.backward`.
         """
         self._turn.backward(self, loss if count is None else LossSum(loss, count), run)
 
     @property
     def empty(self) -> bool:
-        """Whether the window that this step has closed held nothing to average: counts that add up to zero.
+        """Whether this step has closed a window with nothing to average: its counts add up to zero.
 
-        There are no gradients then. `optimizer.step()` does nothing, and a GradScaler must not be asked to step.
+        There are no gradients then. `optimizer.step()` does nothing; do not call `scaler.step()`.
         """
         return self._turn.is_empty
 
@@ -88,9 +88,9 @@ def sync_every(
 ) -> Iterator[MicroStep] | Iterator[tuple[MicroStep, T]]:
     """Micro-steps that synchronise once every `steps`, for a loop that keeps its own backward and update.
 
-    With an iterable it yields `(MicroStep, item)` and closes the tail exactly, on ranks with different numbers of items
-    too; without, it is endless, to zip with a loop. What runs in the loop's body is held or not by the step that it is
-    in. Leaving the loop in any way leaves the model's engine as it was.
+    With an iterable it yields `(MicroStep, item)` and closes the tail exactly, also where ranks have different numbers
+    of items. Without an iterable it is endless, to zip with a loop. Gradients of what runs in the loop's body stay
+    local, but in the last step of a window. However the loop is left, the model's engine is restored.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -150,12 +150,12 @@ class _Turn:
     def __init__(self, run: Run) -> None:
         self.is_empty = False
         self._run = run
-        self._explicit = False  # whether the user calls step.backward, as far as seen
+        self._explicit = False  # whether the user has called step.backward
         self._place: Place | None = None
         self._current: MicroStep | None = None
         self._done: MicroStep | None = None
         self._plain: PlainBackward | None = None
-        self._over: Callable[[], bool] | None = None  # to be called after the user's own backward
+        self._over: Callable[[], bool] | None = None  # call it after the user's own backward
         self._closing: Closing | None = None
         self._is_held = False
         self._hooks: Sequence[Any] = ()
@@ -225,28 +225,28 @@ class _Turn:
     def in_parts(
         self,
         step: MicroStep,
-        fitted: Fitted,
+        fitted: InParts,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """What a `Fitting` does: forward and backward in one."""
+        """What `Fitting.__call__` does."""
         place = self._begin(step)
         if place.part is Part.MISSES:
             returned = fitted.run_forward(function, args, kwargs)
             self._close(self._run.miss(place))
             return returned
-        one = OneBackward(self._run, place)
+        one = PartedBackward(self._run, place)
         try:
             returned = fitted.run(one, function, args, kwargs)
         except BaseException as error:
-            one.end(error)  # which raises it, once the collectives that it began are complete
+            one.end(error)  # completes the collectives that it began, and raises
             raise
         self._close(one.end())
         return returned
 
     def _begin(self, step: MicroStep) -> Place:
-        """The one backward of a step begins, in its own turn."""
+        """Check that this is the first backward of the current step; returns its place."""
         if step is not self._current or self._over is not None:
             again = self._done is step or self._over is not None
             raise GradSyncError(
@@ -263,7 +263,7 @@ class _Turn:
         return place
 
     def _close(self, closing: Closing | None) -> None:
-        """The backward has ended; `closing` is that of the window, if this closes it."""
+        """After the backward; `closing` is None in a held place."""
         self._closing = closing
         if closing is None:
             return
@@ -275,7 +275,7 @@ class _Turn:
             normalise(team.parameters, closing.factor)
 
     def _watch_gradients(self, place: Place) -> Sequence[Any]:
-        """What watches over the gradients of a turn: one that weighs nothing, a backward that is not ours."""
+        """The hooks of a turn: against an optimizer's step in a held place, and for a backward of the user's own."""
         self._plain = None
         if self._explicit and place.part is Part.RUNS:
             return ()
@@ -302,7 +302,7 @@ class _Turn:
             )
 
     def _join(self) -> None:
-        """The user's own backward has come to a parameter, on a micro-step that synchronises."""
+        """Called when the user's own backward comes to a parameter, in a step that synchronises."""
         place, plain = self._place, self._plain
         assert place is not None, "the hooks that call this live as long as a step's turn"
         assert plain is not None, "the hooks that call this live as long as a step's turn"

@@ -1,4 +1,4 @@
-"""Hooks at the parameters, for the two things that only show there: a backward that we do not run, and a replay."""
+"""Hooks at the parameters: to notice a backward that the user runs, and to make the gradients of a replay zeros."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ class LeafHooks:
         self._handles = [leaf.register_hook(hook) for leaf in leaves if leaf.requires_grad]
 
     def remove(self) -> None:
-        """Take the hooks away; again is fine."""
+        """Remove the hooks. May be called twice."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 class PlainBackward:
-    """Tells when the user's own `loss.backward()` comes to a parameter, before its gradient is there.
+    """Calls `begin` when the user's own `loss.backward()` comes to a parameter, before its gradient is there.
 
-    What counts is what accumulates: `torch.autograd.grad`, or a backward of other models, does not.
+    Only what accumulates into these parameters counts: `torch.autograd.grad` does not, nor does another model's
+    backward.
     """
 
     def __init__(self, leaves: Iterable[torch.Tensor], begin: Callable[[], None]) -> None:
         """`begin` is called at each parameter."""
-        self.reached: set[int] = set()  # the ids of the leaves that it came to
+        self.reached: set[int] = set()  # the ids of the leaves that the backward came to
         self._begin = begin
-        # The nodes are kept, for a leaf keeps its own weakly.
+        # The nodes are kept alive here, because a leaf refers to its node weakly.
         self._nodes = [(get_gradient_edge(leaf).node, id(leaf)) for leaf in leaves if leaf.requires_grad]
         self._handles = [node.register_prehook(partial(self._reach, leaf)) for node, leaf in self._nodes]
 
     def remove(self) -> None:
-        """Take the hooks away; again is fine."""
+        """Remove the hooks. May be called twice."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes = [], []
@@ -53,5 +54,5 @@ class PlainBackward:
 
 
 def weightless(leaves: Iterable[torch.Tensor]) -> LeafHooks:
-    """Replace gradients by zeros when they arrive: exact where `loss * 0` is not, with an inf or a NaN in it."""
+    """Hooks that replace gradients by zeros, which `loss * 0` would not do for an inf or a NaN."""
     return LeafHooks(leaves, lambda gradient: None if gradient is None else torch.zeros_like(gradient))

@@ -1,4 +1,4 @@
-"""A micro-batch's size that fits on all ranks, found before the training: for engines whose forward communicates."""
+"""`rows_that_fit`: a size of micro-batches that fits on all ranks, found before training."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
+from gradsync._loss import LossSum, find_loss
 from gradsync.engines import find
 from gradsync.functional._backward import Hold
-from gradsync.functional._loss import LossSum, find_loss
 from gradsync.functional._no_sync import check_modules
 from gradsync.parts.memory import Before, Buffers, free, is_out_of_memory, let_go
 from gradsync.parts.peak import is_room, meter_of
@@ -34,12 +34,12 @@ def rows_that_fit(
 ) -> int:
     """The number of rows that fits in memory on all ranks: 1, 2, 4, ... up to `most`. Collective.
 
-    `function(rows)` returns the loss of a micro-batch with so many rows, as a step function does; its backward is run
-    as well. All ranks try the same size, from one row upwards, and from the third size on only if each of them expects,
-    by the memory that the last two took, that it fits: a rank that failed in the middle of a forward which communicates
-    would leave the others waiting in it. Where an attempt fails all the same, on all ranks alike, the one before it is
-    the answer. It leaves no gradients; buffers and random state are put back. Make the optimizer's state first (a step
-    with zero gradients), so that it has its room. `meter` measures an attempt in place of the device's own counters.
+    `function(rows)` returns the loss of a micro-batch with `rows` rows; its backward is run as well. All ranks try the
+    same sizes, from one row upwards. From the third size on, they try it only if every rank expects it to fit, by the
+    memory that the last two sizes took: a rank that failed in the middle of a forward that communicates would leave the
+    others waiting. If an attempt fails on all ranks all the same, the size before it is the answer. No gradients are
+    left; buffers and random state are put back. Make the optimizer's state first (a step with zero gradients), so that
+    its memory is taken into account. `meter` measures an attempt in place of the device's own counters.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> gradsync.functional.rows_that_fit(model, lambda rows: model(torch.ones(rows, 2)).sum(), most=6)
@@ -72,7 +72,7 @@ def rows_that_fit(
 
 
 def _sizes(most: int) -> Iterator[tuple[int, int | None]]:
-    """The sizes to try, each with the one after it."""
+    """The sizes to try, each with the next size."""
     rows = 1
     while rows < most:
         following = min(2 * rows, most)
@@ -82,7 +82,7 @@ def _sizes(most: int) -> Iterator[tuple[int, int | None]]:
 
 
 class _Trial:
-    """Attempts, each of which leaves everything as it was."""
+    """Runs attempts. Each leaves everything as it was."""
 
     def __init__(self, models: Sequence[nn.Module], function: Callable[[int], Any], meter: Meter | None) -> None:
         engines = find(models)
@@ -100,7 +100,7 @@ class _Trial:
             )
 
     def run(self, rows: int) -> tuple[Took | None, Exception | None]:
-        """What an attempt took; or why it failed, if that was for lack of memory."""
+        """What an attempt took; or its error, if it ran out of memory."""
         devices = {parameter.device for parameter in self._parameters if parameter.device.type != "cpu"}
         before = Before(self._buffers, sorted(devices, key=str))
         try:

@@ -1,4 +1,4 @@
-"""What takes part, looked at as it is now: parameters and wrappers by what they are, not by which objects were seen."""
+"""`Scene`: the parameters and wrappers of models and optimizers at one moment, to be compared with another moment."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Module(NamedTuple):
 class Scene:
     """The models and optimizers of a step at one moment, to be compared with another.
 
-    It holds parameters, and no modules: whoever keeps a scene must not keep a model alive.
+    It refers to parameters, not to modules, and so does not keep a model alive.
     """
 
     models: Sequence[_Parameter]
@@ -52,9 +52,9 @@ class Scene:
         before: Scene | None = None,
         trained: frozenset[int] | None = None,
     ) -> Scene:
-        """How things are now; what `before` knew of classes is not worked out again.
+        """The scene now. `before` spares looking up the same classes again.
 
-        Whether a parameter is frozen matters for those that are `trained`, given by their ids, and not for bystanders.
+        `trained` has the ids of the parameters for which it matters whether they are frozen: not those of bystanders.
         """
         found: dict[nn.Parameter, None] = {}
         roots: list[int] = []
@@ -119,7 +119,7 @@ class Scene:
         )
 
     def changes(self, other: Scene) -> str:
-        """What is different in `other`, in words."""
+        """What differs in `other`, in words."""
         mine, theirs = ({id(one[0]): one for one in scene.models} for scene in (self, other))
         came, went = len(theirs.keys() - mine.keys()), len(mine.keys() - theirs.keys())
         both = [(mine[key], theirs[key]) for key in mine.keys() & theirs.keys()]
@@ -148,4 +148,4 @@ def _likeness(parameter: nn.Parameter, trained: frozenset[int] | None) -> _Param
 def _alike(one: _Parameter, other: _Parameter) -> bool:
     if one[0] is not other[0] or one[4] != other[4]:
         return False
-    return one[1] is None or one[1:4] == other[1:4]  # a lazy one takes any shape, once
+    return one[1] is None or one[1:4] == other[1:4]  # a lazy parameter gets its shape later

@@ -1,4 +1,4 @@
-"""The boundary's update, in the one right order."""
+"""The update at a boundary, in the right order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from gradsync._errors import GradSyncError
 from gradsync.functional._backward import named_range
-from gradsync.functional._gradients import WHOLE, all_finite, clip, discard, normalise
+from gradsync.functional._gradients import all_finite, clip, discard, known_spread, normalise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,12 +39,12 @@ def update(
     clip_norm: float | None = None,
     factor: float = 1.0,
     nonfinite: NonFinite = "step",
-    spread: Spread = WHOLE,
+    spread: Spread | None = None,
 ) -> Update:
     """Unscale, normalise by `factor`, clip, step, update the scaler, step the schedulers, and zero the gradients.
 
-    The gradients are synchronised already. The schedulers move only if the optimizers really stepped. `grad_norm` is
-    over all optimizers and from before clipping; None without `clip_norm`. `spread` is that of `norm`.
+    The gradients are synchronised already. The schedulers step only if the optimizers really stepped. `grad_norm` is
+    over all optimizers, from before clipping; None without `clip_norm`. `spread` is explained at `norm`.
 
     >>> weight = torch.nn.Parameter(torch.ones(1)); optimizer = torch.optim.SGD([weight], lr=1.0)
     >>> weight.grad = torch.tensor([0.5])
@@ -70,9 +70,9 @@ def step_optimizers(
     clip_norm: float | None = None,
     factor: float = 1.0,
     nonfinite: NonFinite = "step",
-    spread: Spread = WHOLE,
+    spread: Spread | None = None,
 ) -> Update:
-    """The first half of `update`: what comes before the schedulers. The gradients are still there."""
+    """The first half of `update`, up to the optimizers' step. The gradients are kept."""
     with named_range("gradsync.update"):
         parameters = list(owned(optimizers))
         if scaler is not None and scaler.is_enabled():
@@ -86,7 +86,7 @@ def step_optimizers(
 
 
 def move(schedulers: Iterable[Any]) -> None:
-    """The schedulers' step, which comes once an update."""
+    """Step the schedulers, once an update."""
     for scheduler in schedulers:
         if counts_updates(scheduler):
             updates = scheduler.__dict__.get("_gradsync_updates", 0) + 1
@@ -97,7 +97,7 @@ def move(schedulers: Iterable[Any]) -> None:
 
 
 def zero(optimizers: Iterable[Optimizer]) -> None:
-    """The gradients have been used."""
+    """Set the gradients to None."""
     for optimizer in map(bare_optimizer, optimizers):
         if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
             discard(owned([optimizer]))  # what torch's own does, without its entries for the profiler, which cost more
@@ -106,7 +106,7 @@ def zero(optimizers: Iterable[Optimizer]) -> None:
 
 
 def refuse_nonfinite(made: Update, nonfinite: NonFinite) -> None:
-    """Raise for an update that was not made, where that is not to go unseen."""
+    """Raise if the update was not made, under `nonfinite="raise"`."""
     if not made.stepped and nonfinite == "raise":
         raise GradSyncError(
             "The gradients of a window must be finite under nonfinite='raise', but an inf or a NaN came. The window is "
@@ -126,13 +126,13 @@ def owned(optimizers: Sequence[Optimizer]) -> Iterator[nn.Parameter]:
 
 
 def bare_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside those of Accelerate and Fabric, which has torch's hooks and gradients."""
+    """The torch optimizer inside that of Accelerate or Fabric; any other optimizer itself."""
     inner = optimizer.__dict__.get("optimizer", optimizer.__dict__.get("_optimizer"))
     return bare_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def check_steppable(one: Any) -> None:
-    """Raise if the `step` of an optimizer or scheduler needs an argument, which the boundary does not have."""
+    """Raise if the `step` of an optimizer or scheduler needs an argument: the boundary has none to give."""
     if counts_updates(one):
         return
     needed = _needed(type(one).step)
@@ -151,12 +151,12 @@ def check_steppable(one: Any) -> None:
 
 
 def counts_updates(scheduler: Any) -> bool:
-    """Whether it is a scheduler of timm's kind that is told the number of updates."""
+    """Whether it is a scheduler of timm that takes the number of updates (`step_update`)."""
     return callable(getattr(scheduler, "step_update", None)) and not getattr(scheduler, "t_in_epochs", True)
 
 
 def _needed(step: Callable[..., object]) -> str | None:
-    """The first argument that a method cannot do without."""
+    """The name of the first argument without a default."""
     kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
     parameters = list(inspect.signature(step).parameters.values())[1:]
     return next((p.name for p in parameters if p.default is p.empty and p.kind in kinds), None)
@@ -169,8 +169,8 @@ def _step(optimizers: Sequence[Optimizer], scaler: GradScaler | None, *, finite:
             for optimizer in optimizers:
                 optimizer.step()
         return finite
-    # A scaler asks for each optimizer by itself whether it came upon an inf. An update is one thing: none of them steps
-    # if any did. The gradients are unscaled, and so nothing else of the scaler's own `step` is needed.
+    # A scaler skips each optimizer by itself if that one has an inf. Here none of them steps if any has one. Nothing
+    # else of the scaler's own `step` is needed, because the gradients are unscaled already.
     flags = [flag for optimizer in optimizers for flag in scaler._found_inf_per_device(optimizer).values()]
     odd = torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).sum() if flags else None
     if odd is not None:
@@ -185,9 +185,11 @@ def _step(optimizers: Sequence[Optimizer], scaler: GradScaler | None, *, finite:
     return stepped
 
 
-def _ensure_scale(scaler: GradScaler, parameters: Sequence[nn.Parameter], spread: Spread) -> None:
-    """A rank that had no micro-batch in any window yet has a scaler that never scaled, and would not unscale."""
-    if not spread.keys().isdisjoint(map(id, parameters)) and not hasattr(scaler, "process_group"):
+def _ensure_scale(scaler: GradScaler, parameters: Sequence[nn.Parameter], spread: Spread | None) -> None:
+    """Make the scaler's scale, which a rank without a micro-batch so far lacks; raise if it cannot unscale all."""
+    if not known_spread(parameters, spread).keys().isdisjoint(map(id, parameters)) and not hasattr(
+        scaler, "process_group"
+    ):
         raise GradSyncError(
             "Gradients that FullyShardedDataParallel has sharded need a scaler that asks all ranks whether one came "
             f"upon an inf, but the scaler is a {type(scaler).__name__}, which asks its own rank. Use "

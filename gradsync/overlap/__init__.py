@@ -7,7 +7,7 @@ decorator.
 """
 
 from gradsync.overlap.attach import attach
-from gradsync.overlap.check import check_ddp, check_optimizers, check_scaler, check_settings
+from gradsync.overlap.check import check_compress, check_ddp, check_optimizers, check_scaler, check_settings
 from gradsync.overlap.flying import LEFT, InFlight, depart, go_back, landing, step_ahead
 from gradsync.overlap.travel import Flight, Travel, travel
 
@@ -17,6 +17,7 @@ __all__ = [
     "InFlight",
     "Travel",
     "attach",
+    "check_compress",
     "check_ddp",
     "check_optimizers",
     "check_scaler",

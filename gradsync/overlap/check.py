@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
@@ -84,3 +85,15 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
     for optimizer in map(inner, optimizers):
         if any(f"{kind.__module__}.{kind.__qualname__}" in _COMMUNICATES for kind in type(optimizer).__mro__):
             raise GradSyncError(communicates([optimizer]))
+
+
+def check_compress(compress: object) -> torch.dtype | None:
+    """The dtype in which gradients travel, None for their own; a ValueError for anything else than None and "bf16"."""
+    if compress is None:
+        return None
+    if compress != "bf16":
+        raise ValueError(
+            f'compress needs "bf16", or None for gradients as they are, but it is {compress!r}. (In float16, gradients '
+            "of summed losses overflow, and those of small means vanish.)"
+        )
+    return torch.bfloat16

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._loss import LossSum, check_loss, find_loss
+from gradsync._loss import LossSum, check_loss, find_loss
 from gradsync.parts.arrived import Arrived
 from gradsync.parts.cut import first_rows, shape_of
 from gradsync.parts.loss import add, plain, put, without_graph

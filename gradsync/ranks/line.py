@@ -1,7 +1,7 @@
-"""A small table that the ranks exchange: each fills its own row, and the sum over the ranks is the whole.
+"""`Line`: a small table that the ranks exchange. Each rank fills its own row, and an all-reduce adds the tables up.
 
-It leaves in a collective of its own, in float64, so that whole numbers below 2**53 arrive exactly as they are. On a
-device it is read on a stream of its own: whoever waits for it never waits for a backward that was started since.
+The table is float64, so that whole numbers below 2**53 arrive exactly. On a device it is copied to the host on a stream
+of its own: to wait for it is never to wait for a backward that was launched after it.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ _BEFORE_THE_WATCHDOG = 0.9  # of the group's time-out: after it, nccl's watchdog
 
 
 class Line:
-    """The way between the ranks of one group."""
+    """Exchanges tables between the ranks of one group."""
 
     __slots__ = ("_device", "_group", "_is_slow", "_stream")
 
     def __init__(self, group: dist.ProcessGroup | None, parameters: Sequence[torch.Tensor]) -> None:
         self._group = None if group is None or group.size() == 1 else group
         self._device = torch.device("cpu") if self._group is None else device_of(self._group, parameters)
-        self._is_slow = self._device.type != "cpu"  # whether the host runs ahead of it
+        self._is_slow = self._device.type != "cpu"  # whether the host runs ahead of the device
         self._stream: Any = None
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks it connects."""
+        """The number of ranks in the group."""
         return 1 if self._group is None else self._group.size()
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's place in the group."""
         return 0 if self._group is None else self._group.rank()
 
     def send(self, row: Row) -> Sent:
-        """Put this rank's row on its way. Collective: every rank sends a row of the same length."""
+        """Send this rank's row, without waiting. Collective: every rank sends a row of the same length."""
         if self._group is None:
             return Sent([[number if isinstance(number, float) else float(number) for number in row]])
         table = self._table(row)
@@ -63,7 +63,7 @@ class Line:
         return Sent(host, arrival=Arrival(self._stream.record_event(), limit))
 
     def _table(self, row: Row) -> torch.Tensor:
-        """All zeros but for this rank's row."""
+        """A table of zeros with this rank's row."""
         table = torch.zeros(self.num_ranks, len(row), dtype=torch.float64, pin_memory=self._is_slow)
         mine = [0.0 if isinstance(number, torch.Tensor) else number for number in row]
         table[self.rank] = torch.tensor(mine, dtype=torch.float64)
@@ -76,7 +76,7 @@ class Line:
 
 
 class Sent:
-    """A table on its way."""
+    """A table that was sent."""
 
     __slots__ = ("_arrival", "_table", "_work")
 
@@ -88,7 +88,7 @@ class Sent:
         self._arrival = arrival
 
     def rows(self) -> list[list[float]]:
-        """Wait until it is here; all ranks' rows, in their order."""
+        """Wait for the table; returns the rows in the order of ranks."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -125,9 +125,9 @@ class Arrival:
 
 
 def device_of(group: dist.ProcessGroup, parameters: Sequence[torch.Tensor]) -> torch.device:
-    """Where a collective of `group` takes its tensors: with the parameters if it can, else where the group is at home.
+    """The device for tensors in a collective of `group`: that of the parameters, or else the group's own.
 
-    A group of NCCL alone takes no CPU tensors, though offloaded parameters are just that.
+    A group of NCCL alone takes no CPU tensors, and offloaded parameters are on the CPU.
     """
     types = [torch.device(kind).type for kind in group._device_types]
     for parameter in parameters:

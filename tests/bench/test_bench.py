@@ -437,7 +437,7 @@ def test_an_unknown_command_is_told_which_there_are(capsys: pytest.CaptureFixtur
     there = ["bench", *(["verify"] if importlib.util.find_spec("gradsync.verify") else [])]
     assert command(["benhc"]) == 2
     said = capsys.readouterr().err
-    assert f"gradsync: A command is needed; 'benhc' came. There is {' and '.join(there)}: " in said
+    assert f"gradsync: There is no command 'benhc'. The commands are {' and '.join(there)}; " in said
     assert command([]) == 2
     assert command(["--help"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:] if line]

@@ -13,7 +13,7 @@ from tests.changes import edits
 from tests.changes.edits import BY_NAME, HOWS, WRAPS
 from tests.changes.rule import Outcome, Run, compare, layer, my_rank, told, world_size
 from tests.changes.together import each, hold
-from tests.reference import micro_batch
+from tests.support.reference import micro_batch
 
 
 def unfreeze(run: Run) -> None:

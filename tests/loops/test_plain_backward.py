@@ -11,8 +11,9 @@ from torch import nn
 
 import gradsync
 from gradsync import sync_every
-from tests.reference import cut, mean_loss, micro_batch, small_model, train, window_mean
-from tests.verdicts import (
+from tests.support.models import small_model
+from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
+from tests.support.verdicts import (
     ENGINES, NOT_SHARDED, FullRecorder, compare, exact, items_of_rank, on_engine, refused, verdict, verdicts,
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradsync import GradSyncError
-from gradsync.overlap import attach, check_ddp, check_optimizers, check_scaler, check_settings
+from gradsync.overlap import attach, check_compress, check_ddp, check_optimizers, check_scaler, check_settings
 from tests.support.models import small_model
 
 
@@ -24,6 +24,13 @@ def test_settings():
             check_settings(wrong, 4, sync="window")
     with pytest.raises(ValueError, match="sync is 'shard'. Use sync='window', or overlap=0"):
         check_settings(1, 4, sync="shard")
+
+
+def test_compress():
+    assert check_compress(None) is None and check_compress("bf16") is torch.bfloat16
+    for wrong in ("fp16", torch.bfloat16, True):
+        with pytest.raises(ValueError, match='compress needs "bf16", or None'):
+            check_compress(wrong)
 
 
 def test_a_scaler():

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import torch
 
-from gradsync.functional._loss import LossSum
+from gradsync._loss import LossSum
 from gradsync.parts import Fit, Work, run_in_parts
 
 

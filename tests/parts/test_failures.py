@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradsync import GradSyncError
-from gradsync.functional._loss import LossSum
+from gradsync._loss import LossSum
 from gradsync.parts import Fit, run_in_parts
 from tests.parts.limited import Net, assert_same, batch, gradients, mean_loss, opened, run, sum_loss, work_for
 

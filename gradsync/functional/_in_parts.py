@@ -1,4 +1,4 @@
-"""A micro-batch of any `Run` in as many parts as memory needs. The engines take part in the last one's backward."""
+"""A micro-batch of a `Run`, run in as many parts as memory needs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from torch.amp import GradScaler
 
+    from gradsync._loss import LossSum
     from gradsync.functional._boundary import Begun
-    from gradsync.functional._loss import LossSum
     from gradsync.functional._place import Place
     from gradsync.functional._run import Run
     from gradsync.functional._share import Closing
@@ -24,29 +24,45 @@ if TYPE_CHECKING:
     from gradsync.parts import Cut
 
 
-class Fitted:
-    """What is remembered between the micro-batches of one function, and how the last of them ran."""
+class InParts:
+    """Runs the micro-batches of one function in as many parts as memory needs, and remembers the size that fits.
 
-    def __init__(self, cut: bool | Cut, name: str) -> None:  # noqa: FBT001 - its user's
+    `cut` is the `fit` of `accumulating`; `name` stands in errors. Make one for each function, and a `PartedBackward`
+    for each micro-batch. `parts` and `rows` tell how the last micro-batch ran.
+
+    >>> from gradsync import functional as F
+    >>> run, model = F.Run("example", F.Terms(steps=1)), torch.nn.Linear(1, 1)
+    >>> in_parts = F.InParts(True, run.name)
+    >>> place = run.start(F.Who([model]))
+    >>> with run.holding(place):
+    ...     backward = F.PartedBackward(run, place)
+    ...     loss = in_parts.run(backward, lambda rows: model(rows).mean(), (torch.ones(4, 1),), {})
+    ...     closing = backward.end()
+    >>> in_parts.parts, in_parts.rows, closing.factor, run.close()
+    (1, 4, 1.0, None)
+    """
+
+    def __init__(self, cut: bool | Cut, name: str) -> None:  # noqa: FBT001 - the user's own value
         self.parts = 1
         self.rows: int | None = None
         self._fit = Fit(cut, name=name)
-        self._team: Team | None = None  # which is known to allow it
+        self._team: Team | None = None  # the team that was checked last
 
     def run(
-        self, one: OneBackward, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, backward: PartedBackward, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run `function` and its backward; returns what it returned. The last backward has then not ended yet."""
-        run, team = one.run, one.run.fit()
-        if one.place.index == 0 or team is not self._team:
+        """Run `function` and its backward; return what `function` returned. Call `backward.end()` after it."""
+        run, team = backward.run, backward.run.fit()
+        if backward.place.index == 0 or team is not self._team:
             models = run.who.models
             self._fit.open(models, () if team is self._team else [*team.engines, *find(models)])
             self._team = team
-        work = Work(function, one.backward, team.parameters, scale=one.scaled, held=one.held, begin=one.begin)
+        parameters, scaled = team.parameters, backward.scaled
+        work = Work(function, backward.backward, parameters, scaled, held=backward.held, begin=backward.begin)
         return self._returned(run_in_parts(work, args, kwargs, self._fit))
 
     def run_forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run `function` alone, in parts of the same size: a replay, whose gradients would weigh nothing."""
+        """Run `function` without a backward, in parts of the same size: for a replay on engines that need none."""
         return self._returned(run_in_parts(Work(function, lambda *_: None, ()), args, kwargs, self._fit))
 
     def _returned(self, outcome: Outcome) -> Any:
@@ -54,8 +70,8 @@ class Fitted:
         return outcome.returned
 
 
-class OneBackward:
-    """One micro-batch's backward, of which only the last part is the engines'."""
+class PartedBackward:
+    """The backward of one micro-batch that may run in parts. The engines synchronise in the last part only."""
 
     def __init__(
         self,
@@ -65,25 +81,25 @@ class OneBackward:
         scaler: GradScaler | None = None,
         changes: Callable[[], object] = lambda: None,
     ) -> None:
-        """`changes` is called right before the first gradient of it is accumulated."""
+        """`changes` is called once, right before the first gradient of this micro-batch is accumulated."""
         self.run, self.place = run, place
-        self.begun: Begun | None = None  # once the last part's backward has
-        self.has_changed = False  # whether gradients of it are accumulated
+        self.begun: Begun | None = None  # set when the backward of the last part begins
+        self.has_changed = False  # whether a gradient of this micro-batch may have been accumulated
         self._scaler, self._changes = scaler, changes
 
     def begin(self) -> None:
-        """Gradients change from here on."""
+        """To be called before gradients change."""
         if not self.has_changed:
             self._changes()
             self.has_changed = True
 
     def scaled(self, loss: torch.Tensor | LossSum) -> torch.Tensor:
-        """What the backward of a part begins at."""
+        """The tensor from which the backward of a part runs."""
         tensor, seed = self.run.weigh(loss, self._scaler)
         return tensor if seed is None else tensor * seed
 
     def backward(self, loss: torch.Tensor | LossSum, weight: float, whole: torch.Tensor | LossSum) -> None:
-        """The backward in which the engines synchronise, where it is their time."""
+        """The backward of the last part: at a boundary, the engines synchronise in it."""
         tensor, seed = self.run.weigh(loss, self._scaler)
         if weight != 1.0:
             seed = torch.full_like(tensor, weight) if seed is None else seed * weight
@@ -93,15 +109,15 @@ class OneBackward:
         tensor.backward(seed)
 
     def held(self) -> ExitStack:
-        """What is run after that has failed half-way."""
+        """A context for the parts that run after that backward has failed: it keeps the armed engines held."""
         stack = ExitStack()
         for engine in () if self.begun is None else self.begun.order.armed:
             stack.enter_context(engine.holding_armed())
         return stack
 
     def end(self, error: BaseException | None = None) -> Closing | None:
-        """All parts have run, or the last one's backward has failed in `error`."""
+        """To be called when all parts have run, or the backward of the last has failed with `error`."""
         if self.begun is None:
-            assert error is not None, "the last part's backward was the engines'"
+            assert error is not None, "the backward of the last part has begun"
             raise error
         return self.run.end(self.begun, error)

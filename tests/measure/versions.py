@@ -1,8 +1,8 @@
 """The engine tests on other versions of torch: makes an environment for each, runs, removes it, and prints the table.
 
-    python tests/versions.py 2.9.1 2.15.0            # all engine tests
-    python tests/versions.py 2.15.0 -- -k fsdp2      # with arguments for pytest
-    python tests/versions.py --keep 2.15.0           # leaves the environment, for the next run
+    python -m tests.measure.versions 2.9.1 2.15.0            # all engine tests
+    python -m tests.measure.versions 2.15.0 -- -k fsdp2      # with arguments for pytest
+    python -m tests.measure.versions --keep 2.15.0           # leaves the environment, for the next run
 
 An environment takes 5 to 7 GB, because pip's torch comes with CUDA; it runs on a CPU. One is on disk at a time.
 """
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TESTS = [
     "tests/engines", "tests/uneven/test_table.py", "tests/resume/test_engines.py",
 ]  # fmt: skip
