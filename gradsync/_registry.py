@@ -22,6 +22,9 @@ MAKERS: dict[type, Callable[[Any], Any]] = {}
 BEHIND: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 """The DDPs behind a bare module. They hold its parameters, not the module, so that an entry dies with its module."""
 
+WIRES: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+"""A DDP's reducer's parameters, and their nodes in autograd's graph, where its hooks are: copies must not have them."""
+
 TRAVELLING: weakref.WeakSet[Any] = weakref.WeakSet()
 """The windows whose gradients travel (`overlap`): before others use their parameters, they `settle`."""
 

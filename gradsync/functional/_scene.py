@@ -25,6 +25,7 @@ class Scene:
     """
 
     models: Sequence[_Parameter]
+    num_inside: int  # of these, the first so many are in a model
     owned: Sequence[nn.Parameter]
     wrappers: Sequence[int]  # the ids of modules that engines are made for: as many, at the same places
     kinds: Mapping[type, bool]  # the classes of all modules, and whether an engine is made for these
@@ -61,12 +62,13 @@ class Scene:
         mine = tuple(owned)
         alike = tuple(_likeness(p, trained) for p in dict.fromkeys((*found, *mine)))
         world = dist.group.WORLD if several_ranks() else None
-        return cls(alike, mine, wrappers, {kind: kinds[kind] for kind in seen}, world)
+        return cls(alike, len(found), mine, wrappers, {kind: kinds[kind] for kind in seen}, world)
 
     def is_like(self, other: Scene) -> bool:
         """Whether nothing has changed that matters to an engine."""
         return (
             len(self.models) == len(other.models)
+            and self.num_inside == other.num_inside
             and all(map(_alike, self.models, other.models))
             and len(self.owned) == len(other.owned)
             and all(a is b for a, b in zip(self.owned, other.owned, strict=True))

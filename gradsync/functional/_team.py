@@ -98,7 +98,7 @@ class Team:
         """Whether models and optimizers are as they were; asked as a window opens."""
         if self._inside:
             rest(models)
-        return self._scene.is_like(Scene.of(models, owned(optimizers), self._scene, self.ids))
+        return self._scene.is_like(Scene.of(models, owned(optimizers), self._scene, self.ids)) and self._is_wired
 
     def check(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         """Raise unless models and optimizers are as they were when the open window began."""
@@ -106,6 +106,13 @@ class Team:
         if now is not None and not self._scene.is_like(now):
             raise GradSyncError(_CHANGED.format(name=name, what=self._scene.changes(now)))
         self.check_trainable(name)
+        if not self._is_wired:
+            what = "parameters were cast, though perhaps back again, or got another storage"
+            raise GradSyncError(_CHANGED.format(name=name, what=what))
+
+    @property
+    def _is_wired(self) -> bool:
+        return all(engine.is_wired() for engine in self.engines)
 
     def check_trainable(self, name: str) -> None:
         """Raise unless the same parameters are trainable as when the open window began; cheap enough for each call."""
