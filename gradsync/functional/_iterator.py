@@ -168,8 +168,9 @@ class _Turn:
             try:
                 yield value
             finally:
-                for one in hooks:
-                    one.remove()
+                for one in [*hooks, self._plain]:
+                    if one is not None:
+                        one.remove()
                 if self._over is not None and self._over():
                     # The user's backward raised what torch says of it, and no iterator can change that.
                     warnings.warn(waited(run.what()), RuntimeWarning, stacklevel=3)
@@ -227,6 +228,8 @@ class _Turn:
             )
         place = self._place
         assert place is not None, "a step has one"
+        if self._run.is_plain:
+            raise self._mixed(place)
         self._current, self._done = None, step
         self._explicit = True
         if self._plain is not None:
@@ -239,6 +242,7 @@ class _Turn:
         if closing is None:
             return
         team = self._run.fit()
+        self._watch_plain()
         self.is_empty = closing.factor is None
         if closing.factor is None:
             team.drop_gradients()
@@ -254,16 +258,25 @@ class _Turn:
             hooks.append(_StepWatch(run))
         if place.part is not Part.RUNS:
             hooks.append(weightless(team.leaves))
-        if not self._explicit and (place.last or any(engine.owes_first for engine in team.engines)):
-            self._plain = PlainBackward(team.leaves, self._join)
-            hooks.append(self._plain)
+        # With step.backward, one look a window is enough: held turns have the same body.
+        if place.last or not self._explicit:
+            self._watch_plain()
         return hooks
 
+    def _watch_plain(self) -> None:
+        """From here to the end of the turn: see a backward of the user's own."""
+        self._plain = PlainBackward(self._run.fit().leaves, self._join)
+
     def _join(self) -> None:
-        """The user's own backward has come to a parameter, on a micro-step that synchronises."""
+        """The user's own backward has come to a parameter."""
         place, plain = self._place, self._plain
         assert place is not None, "the hooks that call this live as long as a step's turn"
         assert plain is not None, "the hooks that call this live as long as a step's turn"
+        if self._explicit:
+            raise self._mixed(place)
+        self._run.note_plain(place)
+        if not place.last and not any(engine.owes_first for engine in self._run.fit().engines):
+            return
         if self._over is None:
             self._over = self._run.join(place, plain.reached, self._note)
         elif self._closing is not None and place.last:
@@ -272,6 +285,15 @@ class _Turn:
                 f"window {place.window} a second one came, whose gradients would stay on this rank. Add the losses up, "
                 "and run backward once."
             )
+
+    def _mixed(self, place: Place) -> GradSyncError:
+        """Both kinds of backward have come in a window."""
+        return GradSyncError(
+            f"Every backward of a window runs through step.backward, once in each micro-step, or none does, but in "
+            f"micro-step {place.index} of window {place.window} a plain backward of the same model came beside it. "
+            "That one is neither scaled nor, on the last micro-step, synchronised. Add the losses up, and call "
+            "step.backward once; torch.autograd.grad is no backward."
+        )
 
     def _note(self, closing: Closing | None) -> None:
         self._closing = closing
