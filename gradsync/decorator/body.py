@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync._errors import GradSyncError
+from gradsync._errors import GradSyncError, is_misuse
 from gradsync.decorator.last_call import LastCall
 from gradsync.decorator.watches import ForwardWatch, check_first
 from gradsync.functional import find_loss
@@ -43,7 +43,7 @@ class Body:
                 returned = function(*args, **kwargs)
                 return returned, find_loss(returned)
         except self._skip as error:
-            if isinstance(error, GradSyncError) or is_lost(error):
+            if is_misuse(error) or is_lost(error):
                 raise  # misuse is never skipped
             if began:
                 raise GradSyncError(

@@ -12,7 +12,8 @@ from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.fitted import FittedCall
 from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.record import Record
-from gradsync.decorator.updates import Updates
+from gradsync.decorator.reference import reference
+from gradsync.decorator.updates import Updates, is_scaling
 from gradsync.decorator.watches import GradientWatch, StepGuard
 from gradsync.functional import Part, Run, Who, bare_optimizer, check_steppable, detach
 from gradsync.overlap import check_compress
@@ -37,7 +38,7 @@ class Call:
         self.run = Run(name, settings.terms(), order)
         self.thread: int | None = None  # of the last call
         self.watch = GradientWatch()
-        self._instance = _reference(instance)
+        self._instance = reference(instance)
         self.record = Record(self.run, settings.on_update, self._instance)
         self._updates = Updates(self.run, settings, self.record, self.watch)
         self._body = Body(self.run, settings.skip)
@@ -46,7 +47,7 @@ class Call:
         if self.ahead is not None or settings.compress is not None:
             self.run.crossing = self.ahead or Compressed()
         self._fitted = None if settings.fit is False else FittedCall(settings.fit, self._updates, self.watch)
-        self._participants: list[weakref.ref[Any]] = []
+        self._participants: list[Callable[[], object]] = []
         self.ends: list[weakref.ref[Any]] = []  # their callbacks tell that an optimizer is gone
         self._running = False
         for one in (*cast.optimizers, *cast.schedulers):
@@ -88,7 +89,13 @@ class Call:
             )
         if not same:
             self.run.who = Who(cast.models, cast.optimizers)
-        self._participants = [weakref.ref(one) for one in participants]
+        if self.run.index and is_scaling(cast.scaler) != is_scaling(self._updates.scaler):
+            raise GradSyncError(
+                f"All losses of a window of {self.name} must be scaled, or none of them, but a GradScaler "
+                f"{'came' if is_scaling(cast.scaler) else 'went'} in the middle of one. Pass it to each call, and "
+                "call flush() or reset() before that changes."
+            )
+        self._participants = [reference(one) for one in participants]
         self._updates.bind(cast)
 
     @property
@@ -244,13 +251,3 @@ class Call:
         """Call `on_update` for a window that has just closed."""
         if closing is not None and not self._travels:
             self.record.tell()
-
-
-def _reference(instance: object) -> Callable[[], object]:
-    """A function that returns the instance, and does not keep it alive if it can be referenced weakly."""
-    if instance is None:
-        return lambda: None
-    try:
-        return weakref.ref(instance)
-    except TypeError:
-        return lambda: instance  # it has __slots__

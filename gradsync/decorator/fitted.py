@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync._errors import GradSyncError
+from gradsync._errors import is_misuse
 from gradsync.functional import InParts, PartedBackward
 from gradsync.ranks.lost import is_lost
 
@@ -48,7 +48,7 @@ class FittedCall:
         """A part failed for another reason than memory, or could not be cut."""
         if one.begun is not None:
             return one.end(error)
-        if not isinstance(error, self._updates.settings.skip) or isinstance(error, GradSyncError) or is_lost(error):
+        if not isinstance(error, self._updates.settings.skip) or is_misuse(error) or is_lost(error):
             raise error
         run = self._updates.run
         return run.spoil(one.place, error) if one.has_changed else run.drop(one.place)

@@ -61,8 +61,7 @@ class Registry:
     ) -> Any:
         """One micro-batch."""
         key = _key(instance)
-        everything = args if instance is None else (instance, *args)
-        participants = self._settings.casting.participants(everything, kwargs)
+        participants = self._settings.casting.participants(instance, args, kwargs)
         latest = self._latest.get(key)
         call = None if latest is None else latest()
         if call is None or not call.has(participants):
@@ -268,7 +267,7 @@ class Registry:
         """The same. If there is none, and the keywords name the participants, the call of those is made."""
         key, casting = _key(instance), self._settings.casting
         if casting.known() and not self._called(instance):
-            self._find(instance, key, casting.participants((), {}))
+            self._find(instance, key, casting.participants(None, (), {}))
         return self._called(instance)
 
 

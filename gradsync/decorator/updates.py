@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gradsync.decorator.progress import NO_UPDATE, ClosedLosses
+from gradsync.decorator.reference import reference
 from gradsync.functional import move, refuse_nonfinite, step_optimizers, zero
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch.amp import GradScaler
 
@@ -30,13 +31,13 @@ class Updates:
         self.record = record
         self.is_stepping = False  # whether a step of the optimizer is made here
         self._watch = watch
-        self._schedulers: list[weakref.ref[Any]] = []
+        self._schedulers: list[Callable[[], Any]] = []
         self._scaler: weakref.ref[GradScaler] | None = None
         self._making = NO_UPDATE  # what has become of the update that is being made
 
     def bind(self, cast: Cast) -> None:
         """Take note of a call's schedulers and scaler."""
-        self._schedulers = [weakref.ref(scheduler) for scheduler in cast.schedulers]
+        self._schedulers = [reference(scheduler) for scheduler in cast.schedulers]
         self._scaler = None if cast.scaler is None else weakref.ref(cast.scaler)
 
     @property
@@ -83,7 +84,7 @@ class Updates:
                 spread=team.spread,
             )
             if made.stepped:
-                move(one for ref in self._schedulers if (one := ref()) is not None)
+                move((one for ref in self._schedulers if (one := ref()) is not None), self.run.who.optimizers)
         finally:
             self.is_stepping = found
             self._clear(team)
@@ -120,3 +121,8 @@ class Updates:
         zero(self.run.who.optimizers)
         for parameter in team.unowned:
             parameter.grad = None
+
+
+def is_scaling(scaler: GradScaler | None) -> bool:
+    """Whether losses are multiplied before their backward."""
+    return scaler is not None and scaler.is_enabled()

@@ -71,12 +71,14 @@ class BehindEngine(DDPEngine):
             and len(parameters) == len(self.parameters)
             and all(mine is other for mine, other in zip(self.parameters, parameters, strict=True))
             and self._likeness == [(p.dtype, p.device, p.shape) for p in parameters]
+            and self.is_wired()
         )
 
     @property
     def is_outgrown(self) -> bool:
-        """Whether one of its parameters has been resized in place: it can never reduce again."""
-        return any(shape != p.shape for (_, _, shape), p in zip(self._likeness, self.parameters, strict=True))
+        """Whether one of its parameters has been resized in place, or has another node: it can never reduce again."""
+        resized = any(one[2] != p.shape for one, p in zip(self._likeness, self.parameters, strict=True))
+        return resized or not self.is_wired()
 
     def _buffers(self) -> list[torch.Tensor]:
         return [b for ref in self._roots if (root := ref()) is not None for b in _shared_buffers(root)]

@@ -140,13 +140,13 @@ def _behind(module: nn.Module) -> list[BehindEngine]:
 
 
 def _end_outgrown(roots: Iterable[nn.Module]) -> None:
-    """Let go of the engines whose parameters were resized in place, so that the next one finds them as they are."""
-    for root in roots:
-        for one in _registry.BEHIND.get(root, []):
-            if one.is_outgrown:
-                one.forget_reducer()
-        if root in _registry.BEHIND:
-            _registry.BEHIND[root] = [one for one in _registry.BEHIND[root] if not one.is_outgrown]
+    """Let go of the engines whose reducers no gradient reaches any more, so that the next finds things as they are."""
+    known = {root: _registry.BEHIND[root] for root in roots if root in _registry.BEHIND}
+    outgrown = {one for engines in known.values() for one in engines if one.is_outgrown}
+    for one in outgrown:
+        one.forget_reducer()
+    for root, engines in known.items():
+        _registry.BEHIND[root] = [one for one in engines if one not in outgrown]
 
 
 def _walk(models: Iterable[nn.Module]) -> tuple[list[Engine], set[int]]:

@@ -102,6 +102,10 @@ class Engine:
         """Whether anything is trainable, asked as a window opens."""
         return any(parameter.requires_grad for parameter in self.parameters)
 
+    def is_wired(self) -> bool:
+        """Whether its hooks are where the gradients of now arrive, asked as a window opens and before it closes."""
+        return True
+
     def share_buffers(self, source: int) -> None:
         """A window closes: make the buffers those of the group's rank `source`. Collective."""
 

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_NUM_LOOKED_AT = 2  # windows
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MicroStep:
@@ -163,11 +165,11 @@ class _Turn:
         self._watch = register_optimizer_step_pre_hook(self._check_step)  # torch's hook for all optimizers
 
     def end(self) -> None:
-        """The loop is over."""
+        """Called after the loop."""
         self._watch.remove()
 
     def at(self, place: Place) -> _Turn:
-        """Context manager: everything is in place for a step inside, and put back, however its turn ends."""
+        """Context manager: inside, holds and hooks are in place for the `MicroStep` of a place."""
         self._place, self._done, self._over, self._closing = place, None, None, None
         self.is_empty = False
         return self
@@ -188,10 +190,11 @@ class _Turn:
     ) -> None:
         self._is_held = False
         try:
-            for hook in self._hooks:
-                hook.remove()
+            for hook in (*self._hooks, self._plain):
+                if hook is not None:
+                    hook.remove()
             if self._over is not None and self._over():
-                # The user's backward raised what torch says of it, and no iterator can change that.
+                # The user's backward raised torch's error; an iterator cannot replace it, but can warn beside it.
                 warnings.warn(waited(self._run.what()), RuntimeWarning, stacklevel=3)
         finally:
             self._hold.__exit__(kind, error, where)
@@ -199,7 +202,7 @@ class _Turn:
             self._end_place()
 
     def _end_place(self) -> None:
-        """The turn has ended, and not in an exception."""
+        """Called after a turn that ended without an exception."""
         place = self._place
         assert place is not None, "a turn has one"
         if place.last and self._closing is None:
@@ -256,6 +259,8 @@ class _Turn:
             )
         place = self._place
         assert place is not None, "a step has one"
+        if self._run.is_plain:
+            raise self._mixed(place)
         self._current, self._done = None, step
         self._explicit = True
         if self._plain is not None:
@@ -267,7 +272,9 @@ class _Turn:
         self._closing = closing
         if closing is None:
             return
-        team = self._run.fit()
+        team, place = self._run.fit(), self._place
+        if place is not None and place.window < _NUM_LOOKED_AT:
+            self._watch_plain()
         self.is_empty = closing.factor is None
         if closing.factor is None:
             team.drop_gradients()
@@ -275,22 +282,19 @@ class _Turn:
             normalise(team.parameters, closing.factor)
 
     def _watch_gradients(self, place: Place) -> Sequence[Any]:
-        """The hooks of a turn: against an optimizer's step in a held place, and for a backward of the user's own."""
+        """The hooks of a turn: for a replay, which weighs nothing, and for a backward of the user's own."""
         self._plain = None
-        if self._explicit and place.part is Part.RUNS:
-            return ()
-        hooks: list[Any] = []
-        if place.part is not Part.RUNS:
-            hooks.append(weightless(self._run.fit().leaves))
-        if not self._explicit:
-            team = self._run.fit()
-            if place.last or any(engine.owes_first for engine in team.engines):
-                self._plain = PlainBackward(team.leaves, self._join)
-                hooks.append(self._plain)
-        return hooks
+        # A body is the same in each window. With step.backward, the boundaries of the first ones tell all.
+        if not self._explicit or (place.last and place.window < _NUM_LOOKED_AT):
+            self._watch_plain()
+        return () if place.part is Part.RUNS else (weightless(self._run.fit().leaves),)
+
+    def _watch_plain(self) -> None:
+        """Watch for a backward of the user's own, until the end of the turn."""
+        self._plain = PlainBackward(self._run.fit().leaves, self._join)
 
     def _check_step(self, optimizer: Any, *_: object) -> None:
-        """An optimizer is about to step; on a held micro-step its gradients are not synchronised."""
+        """Raise if an optimizer steps these parameters in a held place, where gradients are not synchronised yet."""
         if not self._is_held:
             return
         mine = self._run.fit().ids
@@ -306,6 +310,11 @@ class _Turn:
         place, plain = self._place, self._plain
         assert place is not None, "the hooks that call this live as long as a step's turn"
         assert plain is not None, "the hooks that call this live as long as a step's turn"
+        if self._explicit:
+            raise self._mixed(place)
+        self._run.note_plain(place)
+        if not place.last and not any(engine.owes_first for engine in self._run.fit().engines):
+            return
         if self._over is None:
             self._over = self._run.join(place, plain.reached, self._note)
         elif self._closing is not None and place.last:
@@ -314,6 +323,15 @@ class _Turn:
                 f"window {place.window} a second one came, whose gradients would stay on this rank. Add the losses up, "
                 "and run backward once."
             )
+
+    def _mixed(self, place: Place) -> GradSyncError:
+        """Both kinds of backward have come in a window."""
+        return GradSyncError(
+            f"Every backward of a window runs through step.backward, once in each micro-step, or none does, but in "
+            f"micro-step {place.index} of window {place.window} a plain backward of the same model came beside it. "
+            "That one is neither scaled nor, on the last micro-step, synchronised. Add the losses up, and call "
+            "step.backward once; torch.autograd.grad is no backward."
+        )
 
     def _note(self, closing: Closing | None) -> None:
         self._closing = closing

@@ -217,6 +217,16 @@ class Run:
         self._open_window.num_own += 1
         self._open_window.num_dropped += 1
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a backward that is not ours has been in the open window."""
+        return self._open_window.kind == PLAIN
+
+    def note_plain(self, place: Place) -> None:
+        """A backward that is not ours has come, in a place that is held."""
+        if place.part is Part.RUNS:
+            self._open_window.kind = PLAIN
+
     def join(self, place: Place, reached: set[int], done: Callable[[Closing | None], None]) -> Callable[[], bool]:
         """Synchronise in a backward that the user runs and that has begun; `done` is called at its end.
 

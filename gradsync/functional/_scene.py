@@ -37,6 +37,7 @@ class Scene:
     """
 
     models: Sequence[_Parameter]
+    num_inside: int  # of these, the first so many are in a model
     owned: Sequence[nn.Parameter]
     roots: Sequence[int]  # the ids of the models,
     modules: Sequence[_Module]  # and all modules in them
@@ -81,7 +82,7 @@ class Scene:
         alike = tuple(_likeness(p, trained) for p in dict.fromkeys((*found, *mine)))
         world = dist.group.WORLD if several_ranks() else None
         kinds = {kind: kinds[kind] for kind in seen}
-        return cls(alike, mine, roots, modules, wrappers, kinds, world)
+        return cls(alike, len(found), mine, roots, modules, wrappers, kinds, world)
 
     def is_still(  # noqa: PLR0911 - quick: nothing is looked at after the first difference
         self, models: Sequence[nn.Module], owned: Iterable[nn.Parameter], trained: frozenset[int] | None = None
@@ -110,6 +111,7 @@ class Scene:
         """Whether nothing has changed that matters to an engine."""
         return (
             len(self.models) == len(other.models)
+            and self.num_inside == other.num_inside
             and all(map(_alike, self.models, other.models))
             and len(self.owned) == len(other.owned)
             and all(a is b for a, b in zip(self.owned, other.owned, strict=True))

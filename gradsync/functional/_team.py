@@ -95,9 +95,9 @@ class Team:
         """Whether models and optimizers are as they were. Asked when a window opens."""
         if self._inside:
             rest(models)
-        if self._scene.is_still(models, owned(optimizers), self.ids):
-            return True
-        return self._scene.is_like(Scene.of(models, owned(optimizers), self._scene, self.ids))
+        scene = self._scene
+        is_still = scene.is_still(models, owned(optimizers), self.ids)
+        return (is_still or scene.is_like(Scene.of(models, owned(optimizers), scene, self.ids))) and self._is_wired
 
     def check(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         """Raise unless models and optimizers are as they were when the open window was opened."""
@@ -106,6 +106,13 @@ class Team:
             if not self._scene.is_like(now):
                 raise GradSyncError(_CHANGED.format(name=name, what=self._scene.changes(now)))
         self.check_trainable(name)
+        if not self._is_wired:
+            what = "parameters were cast, though perhaps back again, or got another storage"
+            raise GradSyncError(_CHANGED.format(name=name, what=what))
+
+    @property
+    def _is_wired(self) -> bool:
+        return all(engine.is_wired() for engine in self.engines)
 
     def check_trainable(self, name: str) -> None:
         """Raise if `requires_grad` of a parameter has changed since the window was opened; cheap, for each call."""

@@ -12,7 +12,7 @@ from gradsync.functional._backward import named_range
 from gradsync.functional._gradients import all_finite, clip, discard, known_spread, normalise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
     from torch.amp import GradScaler
@@ -56,7 +56,7 @@ def update(
     )
     try:
         if made.stepped:
-            move(schedulers)
+            move(schedulers, optimizers)
     finally:
         zero(optimizers)
     refuse_nonfinite(made, nonfinite)
@@ -85,15 +85,45 @@ def step_optimizers(
         return Update(_step(optimizers, scaler, finite=finite), grad_norm)
 
 
-def move(schedulers: Iterable[Any]) -> None:
-    """Step the schedulers, once an update."""
+def move(schedulers: Iterable[Any], optimizers: Sequence[Optimizer]) -> None:
+    """The schedulers' step, which comes once an update; raises for one that steps the optimizers as well."""
     for scheduler in schedulers:
-        if counts_updates(scheduler):
-            updates = scheduler.__dict__.get("_gradsync_updates", 0) + 1
-            scheduler.__dict__["_gradsync_updates"] = updates
-            scheduler.step_update(updates)
-        else:
+        if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             scheduler.step()
+            continue
+        with _Unstepped(scheduler, optimizers):
+            _move_other(scheduler)
+
+
+def _move_other(scheduler: Any) -> None:
+    if counts_updates(scheduler):
+        updates = scheduler.__dict__.get("_gradsync_updates", 0) + 1
+        scheduler.__dict__["_gradsync_updates"] = updates
+        scheduler.step_update(updates)
+    else:
+        scheduler.step()
+
+
+class _Unstepped:
+    """Context manager: these optimizers have made their step, and another one by a scheduler is an error."""
+
+    def __init__(self, scheduler: object, optimizers: Sequence[Optimizer]) -> None:
+        self._name = type(scheduler).__name__
+        self._optimizers = optimizers
+
+    def __enter__(self) -> None:
+        self._handles = [bare_optimizer(one).register_step_pre_hook(self._refuse) for one in self._optimizers]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _refuse(self, *_: object) -> None:
+        raise GradSyncError(
+            f"A scheduler's step() sets learning rates, and the boundary has stepped the optimizer before it, but that "
+            f"of {self._name} steps the optimizer once more. Leave that out of it, or use gradsync.sync_every, where "
+            "the update is yours."
+        )
 
 
 def zero(optimizers: Iterable[Optimizer]) -> None:
@@ -135,7 +165,7 @@ def check_steppable(one: Any) -> None:
     """Raise if the `step` of an optimizer or scheduler needs an argument: the boundary has none to give."""
     if counts_updates(one):
         return
-    needed = _needed(type(one).step)
+    needed = _needed(one)
     if needed and hasattr(one, "step_update"):
         raise TypeError(
             f"The boundary calls step_update(updates) of this {type(one).__name__}, but it counts epochs, and would "
@@ -155,10 +185,13 @@ def counts_updates(scheduler: Any) -> bool:
     return callable(getattr(scheduler, "step_update", None)) and not getattr(scheduler, "t_in_epochs", True)
 
 
-def _needed(step: Callable[..., object]) -> str | None:
-    """The name of the first argument without a default."""
+def _needed(one: Any) -> str | None:
+    """The first argument that its `step` cannot do without."""
     kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
-    parameters = list(inspect.signature(step).parameters.values())[1:]
+    # That of the class: a scheduler of torch's puts a wrapper on its optimizer.
+    method = getattr(type(one), "step", None)
+    parameters = list(inspect.signature(one.step if method is None else method).parameters.values())
+    parameters = parameters if method is None else parameters[1:]
     return next((p.name for p in parameters if p.default is p.empty and p.kind in kinds), None)
 
 

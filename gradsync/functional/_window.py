@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync._errors import GradSyncError
+from gradsync._errors import GradSyncError, is_misuse
 from gradsync._loss import LossSum, check_loss
 from gradsync.functional._count import Count
 from gradsync.functional._share import MEANS, NOBODY, NOTHING, SUMS, Share
@@ -83,8 +83,8 @@ class Window:
         self.losses.append(tensor.detach().clone())  # a copy: the caller may write to the loss that it gets back
 
     def fail(self, error: BaseException) -> None:
-        """A backward failed with an exception in `skip`: all ranks drop this window, as the table tells them."""
-        if self.team.forward_communicates or isinstance(error, GradSyncError) or is_lost(error):
+        """A backward failed that is skipped: all ranks must drop this window, as they learn when it closes."""
+        if self.team.forward_communicates or is_misuse(error) or is_lost(error):
             raise error
         self.num_dropped += 1
         self.failed = True

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradsync.engines._ddp import _Touch
+from gradsync.engines._ddp_fits import Joint
 from gradsync.functional import clip, normalise
 from gradsync.overlap import attach, depart, landing, step_ahead
 from tests.support.reference import mean_loss, micro_batch
@@ -129,7 +129,7 @@ class Behind:
         self.ledger.backward(torch.tensor(used, dtype=self.ledger.dtype))
         rest = self.parameters if loss is None else self._unready()
         if rest:
-            _Touch.apply(*rest).backward()
+            Joint.apply(*rest).backward()
         self.ddp.reducer._rebuild_buckets()
         flight = self.travel.end()
         own, self.ledger.grad = self.ledger.grad.tolist(), None  # as it came
