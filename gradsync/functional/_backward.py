@@ -161,35 +161,42 @@ HELD = Order()  # no engine synchronises
 class Joined:
     """Synchronises in a backward of the user's that has begun already; `done()` is called at its end."""
 
-    __slots__ = ("_done", "_order", "_reached", "ended", "waits")
+    __slots__ = ("_done", "_failed", "_has_ended", "_order", "_reached", "_waits")
 
-    def __init__(self, order: Order, reached: set[int], done: Callable[[], None]) -> None:
-        """`reached` has the ids of the leaves that the backward has come to."""
+    def __init__(
+        self, order: Order, reached: set[int], done: Callable[[], None], failed: Callable[[], object] | None
+    ) -> None:
+        """`reached` has the ids of the leaves that the backward has come to; `failed` is called if it fails."""
         self._order = order
         self._reached = reached
         self._done = done
-        self.waits = False  # whether all gradients are there, so that it can only wait for other ranks
-        self.ended = False
+        self._failed = failed
+        self._waits = False  # whether all gradients are there, so that it can only wait for other ranks
+        self._has_ended = False
         for engine in order.armed:
             engine.arm(None)
         # Queued twice: the reducer queues its own callback when its last bucket leaves, and ours must come after it.
         Variable._execution_engine.queue_callback(self._arrived)
 
-    def abort(self) -> None:
-        """After a backward that failed: complete the collectives that it began."""
-        if not self.ended:
-            self.ended = True
-            self._note_visits()
-            self._order.abort()
+    def over(self) -> bool:
+        """After the backward: complete the collectives if it failed; returns whether it failed waiting for ranks."""
+        if self._has_ended or self._waits:
+            return not self._has_ended
+        self._has_ended = True
+        self._note_visits()
+        self._order.abort()
+        if self._failed is not None:
+            self._failed()
+        return False
 
     def _arrived(self) -> None:
-        self.waits = True
+        self._waits = True
         Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
         self._note_visits()
         self._order.complete()
-        self.ended = True
+        self._has_ended = True
         self._done()
 
     def _note_visits(self) -> None:

@@ -249,17 +249,7 @@ class Run:
                 window.index += 1
                 done(None)
 
-        joined = Joined(order, reached, finish)
-
-        def over() -> bool:
-            if joined.ended or joined.waits:
-                return not joined.ended
-            joined.abort()
-            if boundary is not None:
-                boundary.complete_failed()
-            return False
-
-        return over
+        return Joined(order, reached, finish, None if boundary is None else boundary.complete_failed).over
 
     # -- a window ---------------------------------------------------------------------------------------------------
 
