@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import torch
 from torch import nn
 
 from gradsync._errors import GradSyncError
@@ -14,7 +15,6 @@ from gradsync.decorator.kinds import cores, inside, kind_of, kind_of_class, move
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from torch.optim import Optimizer
 
 Naming: TypeAlias = "Any | Callable[..., Any] | None"
@@ -45,9 +45,9 @@ class Casting:
 
         The instance of a method may be a model; a trainer that has a `step` and optimizers is no scheduler.
         """
-        sure = self._classes
+        classes = self._classes
         came = (*args, *kwargs.values()) if kwargs else args
-        found = [one for one in came if sure.get(type(one)) is not False and self._takes_part(one)]
+        found = [one for one in came if (sure := classes.get(type(one))) or (sure is None and self._takes_part(one))]
         if instance is not None:
             args = (instance, *args)
             if isinstance(instance, nn.Module):
@@ -69,6 +69,8 @@ class Casting:
         """Raise for an optimizer, scheduler or scaler in a container among the arguments, unless it is named."""
         taken = set(map(id, participants))
         for one in (*args, *kwargs.values()):
+            if type(one) in _DATA:
+                continue
             for inner in inside(one) if id(one) not in taken else ():
                 kind = kind_of(inner)
                 if kind not in {None, "model"} and id(inner) not in taken and getattr(self, str(kind)) != ():
@@ -99,6 +101,7 @@ class Casting:
 
 
 _KINDS = ("model", "optimizer", "scheduler", "scaler")
+_DATA = {torch.Tensor, int, float, bool, str, type(None)}  # nothing is hidden in these
 
 
 def cast_of(participants: Sequence[Any]) -> Cast:

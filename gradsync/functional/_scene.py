@@ -17,6 +17,8 @@ from gradsync.ranks.group import several_ranks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from torch.optim import Optimizer
+
 _Parameter = tuple[Any, ...]
 
 
@@ -85,11 +87,13 @@ class Scene:
         return cls(alike, len(found), mine, roots, modules, wrappers, kinds, world)
 
     def is_still(  # noqa: PLR0911 - quick: nothing is looked at after the first difference
-        self, models: Sequence[nn.Module], owned: Iterable[nn.Parameter], trained: frozenset[int] | None = None
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], trained: frozenset[int] | None = None
     ) -> bool:
         """Whether nothing at all has changed, which is quick to tell; `is_like` forgives what matters to no engine."""
-        mine = tuple(owned)
-        if self.roots != [*map(id, models)] or len(mine) != len(self.owned) or not all(map(is_, mine, self.owned)):
+        if self.roots != [*map(id, models)]:
+            return False
+        mine = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
+        if len(mine) != len(self.owned) or not all(map(is_, mine, self.owned)):
             return False
         for ref, kind, parameters, children in self.modules:
             module = ref()

@@ -96,12 +96,12 @@ class Team:
         if self._inside:
             rest(models)
         scene = self._scene
-        is_still = scene.is_still(models, owned(optimizers), self.ids)
+        is_still = scene.is_still(models, optimizers, self.ids)
         return (is_still or scene.is_like(Scene.of(models, owned(optimizers), scene, self.ids))) and self._is_wired
 
     def check(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         """Raise unless models and optimizers are as they were when the open window was opened."""
-        if not self._inside and not self._scene.is_still(models, owned(optimizers), self.ids):
+        if not self._inside and not self._scene.is_still(models, optimizers, self.ids):
             now = Scene.of(models, owned(optimizers), self._scene, self.ids)
             if not self._scene.is_like(now):
                 raise GradSyncError(_CHANGED.format(name=name, what=self._scene.changes(now)))
