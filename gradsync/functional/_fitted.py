@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync._errors import GradSyncError
 from gradsync.engines import find
-from gradsync.parts import Fit, Outcome, Work, run_in_parts
+from gradsync.functional._loss import LossSum
+from gradsync.parts import Fit, Outcome, Work, is_out_of_memory, run_in_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
     from gradsync.functional._boundary import Begun
-    from gradsync.functional._loss import LossSum
     from gradsync.functional._place import Place
     from gradsync.functional._run import Run
     from gradsync.functional._share import Closing
@@ -42,12 +43,13 @@ class Fitted:
             models = run.who.models
             self._fit.open(models, () if team is self._team else [*team.engines, *find(models)])
             self._team = team
-        work = Work(function, one.backward, team.parameters, scale=one.scaled, held=one.held, begin=one.begin)
+        work = Work(function, one.weigh, one.backward, team.parameters, held=one.held, begin=one.begin)
         return self._returned(run_in_parts(work, args, kwargs, self._fit))
 
     def run_forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run `function` alone, in parts of the same size: a replay, whose gradients would weigh nothing."""
-        return self._returned(run_in_parts(Work(function, lambda *_: None, ()), args, kwargs, self._fit))
+        work = Work(function, lambda loss, _: (_tensor(loss), None), lambda *_: None, ())
+        return self._returned(run_in_parts(work, args, kwargs, self._fit))
 
     def _returned(self, outcome: Outcome) -> Any:
         self.parts, self.rows = outcome.parts, outcome.rows
@@ -77,17 +79,24 @@ class OneBackward:
             self._changes()
             self.has_changed = True
 
-    def scaled(self, loss: torch.Tensor | LossSum) -> torch.Tensor:
-        """What the backward of a part begins at."""
-        tensor, seed = self.run.weigh(loss, self._scaler)
-        return tensor if seed is None else tensor * seed
-
-    def backward(self, loss: torch.Tensor | LossSum, weight: float, whole: torch.Tensor | LossSum) -> None:
-        """The backward in which the engines synchronise, where it is their time."""
+    def weigh(self, loss: torch.Tensor | LossSum, weight: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the backward of a part runs from, and what gradient it begins with (None: 1)."""
         tensor, seed = self.run.weigh(loss, self._scaler)
         if weight != 1.0:
             seed = torch.full_like(tensor, weight) if seed is None else seed * weight
-        self.begun = self.run.begin(self.place, whole)
+        return tensor, seed
+
+    def backward(self, tensor: torch.Tensor, seed: torch.Tensor | None, whole: torch.Tensor | LossSum) -> None:
+        """The backward in which the engines synchronise, where it is their time."""
+        try:
+            self.begun = self.run.begin(self.place, whole)
+        except Exception as error:
+            if is_out_of_memory(error):  # the ranks must not begin twice
+                raise GradSyncError(
+                    "The ranks exchange a small table, and buffers where there are any, before a window's gradients "
+                    "synchronise, but there was no memory left for these. Leave more room: fewer rows a call."
+                ) from error
+            raise
         for engine in self.begun.order.armed:
             engine.arm(tensor)
         tensor.backward(seed)
@@ -105,3 +114,7 @@ class OneBackward:
             assert error is not None, "the last part's backward was the engines'"
             raise error
         return self.run.end(self.begun, error)
+
+
+def _tensor(loss: torch.Tensor | LossSum) -> torch.Tensor:
+    return loss.loss if isinstance(loss, LossSum) else loss
