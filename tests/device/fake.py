@@ -60,6 +60,7 @@ def _install() -> None:
         setattr(cuda, name, _always(None))
     cuda.device_count, cuda.current_device, cuda._is_in_bad_fork = _always(1), _always(0), _always(False)
     cuda._utils._get_device_index = _always(0)
+    cuda.get_rng_state, cuda.set_rng_state = _always(torch.empty(0, dtype=torch.uint8)), _always(None)  # it draws none
     cuda.get_device_capability, cuda.get_device_name = _always((9, 0)), _always("fake")
     cuda.synchronize = torch.accelerator.synchronize
     cuda.Stream = cuda.streams.Stream = _Stream
