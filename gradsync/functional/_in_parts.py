@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync._errors import GradSyncError
+from gradsync._loss import LossSum
 from gradsync.engines import find
-from gradsync.parts import Fit, Outcome, Work, run_in_parts
+from gradsync.parts import Fit, Outcome, Work, is_out_of_memory, run_in_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch.amp import GradScaler
 
-    from gradsync._loss import LossSum
     from gradsync.functional._boundary import Begun
     from gradsync.functional._place import Place
     from gradsync.functional._run import Run
@@ -57,13 +58,15 @@ class InParts:
             models = run.who.models
             self._fit.open(models, () if team is self._team else [*team.engines, *find(models)])
             self._team = team
-        parameters, scaled = team.parameters, backward.scaled
-        work = Work(function, backward.backward, parameters, scaled, held=backward.held, begin=backward.begin)
+        work = Work(
+            function, backward.weigh, backward.backward, team.parameters, held=backward.held, begin=backward.begin
+        )
         return self._returned(run_in_parts(work, args, kwargs, self._fit))
 
     def run_forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run `function` without a backward, in parts of the same size: for a replay on engines that need none."""
-        return self._returned(run_in_parts(Work(function, lambda *_: None, ()), args, kwargs, self._fit))
+        work = Work(function, lambda loss, _: (_tensor(loss), None), lambda *_: None, ())
+        return self._returned(run_in_parts(work, args, kwargs, self._fit))
 
     def _returned(self, outcome: Outcome) -> Any:
         self.parts, self.rows = outcome.parts, outcome.rows
@@ -93,17 +96,24 @@ class PartedBackward:
             self._changes()
             self.has_changed = True
 
-    def scaled(self, loss: torch.Tensor | LossSum) -> torch.Tensor:
-        """The tensor from which the backward of a part runs."""
-        tensor, seed = self.run.weigh(loss, self._scaler)
-        return tensor if seed is None else tensor * seed
-
-    def backward(self, loss: torch.Tensor | LossSum, weight: float, whole: torch.Tensor | LossSum) -> None:
-        """The backward of the last part: at a boundary, the engines synchronise in it."""
+    def weigh(self, loss: torch.Tensor | LossSum, weight: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The tensor from which the backward of a part runs, and the gradient to begin with (None: 1)."""
         tensor, seed = self.run.weigh(loss, self._scaler)
         if weight != 1.0:
             seed = torch.full_like(tensor, weight) if seed is None else seed * weight
-        self.begun = self.run.begin(self.place, whole)
+        return tensor, seed
+
+    def backward(self, tensor: torch.Tensor, seed: torch.Tensor | None, whole: torch.Tensor | LossSum) -> None:
+        """The backward in which the engines synchronise, where it is their time."""
+        try:
+            self.begun = self.run.begin(self.place, whole)
+        except Exception as error:
+            if is_out_of_memory(error):  # the ranks must not begin twice
+                raise GradSyncError(
+                    "The ranks exchange a small table, and buffers where there are any, before a window's gradients "
+                    "synchronise, but there was no memory left for these. Leave more room: fewer rows a call."
+                ) from error
+            raise
         for engine in self.begun.order.armed:
             engine.arm(tensor)
         tensor.backward(seed)
@@ -121,3 +131,7 @@ class PartedBackward:
             assert error is not None, "the backward of the last part has begun"
             raise error
         return self.run.end(self.begun, error)
+
+
+def _tensor(loss: torch.Tensor | LossSum) -> torch.Tensor:
+    return loss.loss if isinstance(loss, LossSum) else loss

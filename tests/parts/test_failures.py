@@ -342,6 +342,9 @@ def test_own_cut():
     model.limit = 2
     with pytest.raises(GradSyncError, match="Return LossSum"):
         run(model, Graphs(*batch(7)), function=lambda m, g: mean_loss(m, *g.data), fit=opened(model, cut))
+    for came in (None, 3, [batch(7)], [((model,), {}, 1)]):
+        with pytest.raises(GradSyncError, match=r"a list of pairs \(args, kwargs\), each a tuple and a dict"):
+            run(model, Graphs(*batch(7)), function=function, fit=opened(model, lambda *_, came=came: came))
     with pytest.raises(TypeError, match="fit must be True"):
         Fit(4)
 
