@@ -27,6 +27,7 @@ COMMANDS = {
     "after": ["after.py"],
     "resume": ["resume.py", "--quick"],
 }
+OVERLAPPED = ["gpt.py", "--quick", "--overlap", "2"]
 TAILS = {"before tail": ["before.py", "--batches", "30"], "after tail": ["after.py", "--batches", "30"]}
 
 Runs = dict[tuple[str, int], "Future[str]"]
@@ -66,6 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             for name, command in COMMANDS.items()
             for ranks in (1, 2)
         }
+        futures["gpt overlapped", 2] = pool.submit(run, OVERLAPPED, 2, [library])
         futures |= {(name, 1): pool.submit(run, command, 1, [library]) for name, command in TAILS.items()}
         yield futures
         for future in futures.values():
@@ -93,6 +95,13 @@ def test_the_gpt_learns(runs: Runs, name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt", "gpt_sync_every"])
 def test_the_gpt_ends_the_same_on_one_process_and_on_two(runs: Runs, name: str) -> None:
     assert gpt_losses(runs, name, 2) == pytest.approx(gpt_losses(runs, name, 1), rel=1e-9)
+
+
+def test_the_gpt_overlapped_learns_nearly_as_much(runs: Runs) -> None:
+    """16 updates, the first of which matter most; how near it comes in the end, tests/measure/convergence.py shows."""
+    exact, overlapped = (gpt_losses(runs, name, 2)[1] for name in ("gpt", "gpt overlapped"))
+    assert exact != overlapped
+    assert overlapped == pytest.approx(exact, abs=0.15)
 
 
 def test_both_loops_of_the_gpt_end_the_same(runs: Runs) -> None:
