@@ -16,15 +16,15 @@ BATCH = 4  # paragraphs in a micro-batch
 WINDOW = 4  # micro-batches in an update, on all ranks together: on 1, 2 or 4 of them
 
 
-def arguments(description, **numbers):
+def arguments(description, overlaps=False):
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if overlaps:
+        parser.add_argument("--overlap", type=int, default=0, help="micro-batches that run while gradients travel")
     # 3 micro-batches too many for whole windows: the last one is short, and on two ranks uneven too.
     parser.add_argument("--steps", type=int, default=3203, help="micro-batches, on all ranks together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--double", action="store_true", help="compute in float64: slower, with less to round")
     parser.add_argument("--quick", action="store_true", help="a few seconds, for tests: --steps 63 --double")
-    for name, what in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=0, help=what)
     args = parser.parse_args()
     if args.quick:
         args.steps, args.double = 63, True

@@ -86,8 +86,11 @@ def train(way: str, seed: int, args) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, default in (("ranks", 2), ("seeds", 3), ("updates", 600), ("steps", 4), ("width", 64)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=4, help="micro-batches of a rank in a window")
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-2, help="the highest of the cycle")
     args = parser.parse_args()
     torch.set_num_threads(1)
