@@ -17,9 +17,7 @@ from torch.utils.data import DataLoader
 
 import gradsync
 
-args = arguments(
-    __doc__, overlap="micro-batches that run while gradients travel: 0 is exact, 2 all of them on two ranks"
-)
+args = arguments(__doc__, overlaps=True)
 updates = -(-args.steps // WINDOW)
 
 with gradsync.process_group() as world:

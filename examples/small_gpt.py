@@ -16,7 +16,7 @@ BATCH = 4  # paragraphs in a micro-batch
 WINDOW = 4  # micro-batches in an update, on all ranks together: on 1, 2 or 4 of them
 
 
-def arguments(description, overlaps=False):
+def arguments(description, *, overlaps=False):
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if overlaps:
         parser.add_argument("--overlap", type=int, default=0, help="micro-batches that run while gradients travel")
