@@ -39,7 +39,7 @@ SC = [
  S("unused on one rank", model="buffers", extra=lambda r, n: r == 0),
  S("early only", model="buffers", extra=lambda r, n: n % 4 < 2),
  S("early only, over", "known", model="buffers", extra=lambda r, n: n % 4 < 2),
- S("callable steps", steps=lambda w: 4), S("callable steps over", "known", steps=lambda w: 4), S("callable steps unknown", "unknown", steps=lambda w: 4),
+ S("shard", sync="shard"), S("shard unused", sync="shard", model="buffers", extra=lambda r, n: False), S("shard one", sync="shard", model="buffers", extra=lambda r, n: r == 0), S("each unused", sync="each", model="buffers", extra=lambda r, n: False), S("callable steps", steps=lambda w: 4), S("callable steps over", "known", steps=lambda w: 4), S("callable steps unknown", "unknown", steps=lambda w: 4),
  S("skip plain", skip=ValueError), S("skip unknown", "unknown", skip=ValueError), S("skip+nonfinite over", "known", skip=ValueError, nonfinite="skip"),
  S("nonfinite raise", nonfinite="raise", clip_norm=1.0),
  S("scaler over", "known", "scaled"), S("scaler over unknown", "unknown", "scaled"), S("scaler+nonfinite", "plain", "scaled", nonfinite="skip"),
