@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-import gradsync
+import gradsync.__main__
 from gradsync.__main__ import main as command
 from gradsync.bench import _advice, _hosts, _measure
 from gradsync.bench._cli import main
@@ -45,9 +45,12 @@ from gradsync.bench._suggest import Longer, Suggestion
 from gradsync.bench._summary import Summary, summarise
 from gradsync.bench._task import Window
 from gradsync.bench._ways import WAYS
+from tests.support.programs import TORCHRUN, Program, Programs
+from tests.support.ranks import PATIENCE
 
-SHORT = "--rounds", "3", "--seconds", "1", "--limit", "60"
-ENDLESS = "--width", "16", "--ways", "no_sync", "--rounds", "1000000", "--seconds", "1000", "--limit", "60"
+LIMIT = "--limit", str(60 * PATIENCE)
+SHORT = "--rounds", "3", "--seconds", "1", *LIMIT
+ENDLESS = "--width", "16", "--ways", "no_sync", "--rounds", "1000000", "--seconds", "1000", *LIMIT
 ABLE = sys.platform.startswith("linux") and os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 needs_two_hosts = pytest.mark.skipif(not ABLE, reason="two hosts on one machine need Linux, root and iproute2")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
@@ -566,15 +569,19 @@ def stuck(batch_size, device):
 """
 
 
-@contextmanager
-def bench(tmp_path: Path, *arguments: str, runner: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
-    """A bench at work; its ranks' command lines name `tmp_path`."""
+def prepared(tmp_path: Path) -> dict[str, str]:
+    """The environment of a bench whose temporary files, and factories, are in that folder."""
     (tmp_path / "ours.py").write_text(FACTORY)
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))}
+    return {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))}
+
+
+@contextmanager
+def bench(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A bench at work; its ranks' command lines name `tmp_path`."""
     with subprocess.Popen(
-        [sys.executable, *runner, "-m", "gradsync", "bench", *arguments],
+        [sys.executable, "-m", "gradsync", "bench", *arguments],
         cwd=tmp_path,
-        env=environment,
+        env={**os.environ, **prepared(tmp_path)},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -586,11 +593,17 @@ def bench(tmp_path: Path, *arguments: str, runner: tuple[str, ...] = ()) -> Iter
                 process.terminate()
 
 
-def run(tmp_path: Path, *arguments: str, runner: tuple[str, ...] = ()) -> tuple[int, str, str]:
-    """A bench from its start to its end: exit code, output, errors."""
-    with bench(tmp_path, *arguments, runner=runner) as process:
-        output, errors = process.communicate(timeout=100)
-        return process.returncode, output, errors
+def begun(programs: Programs, tmp_path: Path, *arguments: str, command: tuple[str, ...] = ("-m", "gradsync")) -> Program:
+    """A bench of which only the end matters."""
+    return programs.start(*command, "bench", *arguments, limit=150, cwd=tmp_path, environment=prepared(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def hanging(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """A rank that hangs, begun before the other real runs: it does nothing but wait for its limit."""
+    tmp_path = tmp_path_factory.mktemp("hanging")
+    limit = str(10 * PATIENCE)
+    return begun(programs, tmp_path, "--factory", "ours:stuck", "--ways", "no_sync", "--limit", limit)
 
 
 def ranks_alive(tmp_path: Path) -> list[int]:
@@ -615,16 +628,17 @@ def namespaces(process: "subprocess.Popen[str] | None" = None) -> list[str]:
 
 def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
     """Fail if it does not come true."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
 
 
-def test_two_local_ranks_measure_every_way(tmp_path: Path) -> None:
+def test_two_local_ranks_measure_every_way(programs: Programs, hanging: Program, tmp_path: Path) -> None:
     """The default ways on a factory's model: all synchronise; a table, a file and a picture tell of them."""
     pytest.importorskip("matplotlib")
-    code, output, errors = run(tmp_path, "--factory", "ours:build", *SHORT, "--json", "a.json", "--plot", "a.png")
+    arguments = "--factory", "ours:build", *SHORT, "--json", "a.json", "--plot", "a.png"
+    code, output, errors = begun(programs, tmp_path, *arguments).ended()
     assert code == 0, errors
     assert output.startswith("ours:build: 0.0M parameters")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -646,13 +660,14 @@ def test_two_local_ranks_measure_every_way(tmp_path: Path) -> None:
 
 
 @needs_two_hosts
-def test_two_emulated_hosts_send_what_each_way_must(tmp_path: Path) -> None:
+def test_two_emulated_hosts_send_what_each_way_must(programs: Programs, tmp_path: Path) -> None:
     """The link's own count: the gradients once a window, or once a micro-batch where that is what the way does."""
-    code, output, errors = run(
+    code, output, errors = begun(
+        programs,
         tmp_path,
         *("--hosts", "2", "--link", "1gbit", "--width", "256", "--batch", "2", *SHORT, "--json", "-"),
         *("--ways", "baseline,improperly,no_sync,accumulating,sync_every,compute"),
-    )
+    ).ended()
     assert code == 0, errors
     record = json.loads(output)
     hosts, node = record["rows"]
@@ -666,18 +681,19 @@ def test_two_emulated_hosts_send_what_each_way_must(tmp_path: Path) -> None:
     assert all(column["bytes_sent"] is None for column in node["ways"].values())
 
 
-def test_torchruns_ranks_measure_too_and_a_bypassed_wrapper_is_told(tmp_path: Path) -> None:
+def test_torchruns_ranks_measure_too_and_a_bypassed_wrapper_is_told(programs: Programs, tmp_path: Path) -> None:
     """One table from two ranks; it says that DDP never saw the forward of `model.module(x)`."""
-    runner = "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"
-    code, output, errors = run(tmp_path, "--factory", "ours:bypassed", "--ways", "no_sync", *SHORT, runner=runner)
+    command = *TORCHRUN, inspect.getsourcefile(gradsync.__main__)
+    arguments = "--factory", "ours:bypassed", "--ways", "no_sync", *SHORT
+    code, output, errors = begun(programs, tmp_path, *arguments, command=command).ended()
     assert code == 0, errors
     assert output.count("per optimizer step") == 1
     assert "single node, 4 steps: no_sync left the ranks with DIFFERENT parameters." in output
 
 
-def test_a_rank_that_fails_is_named_with_its_last_lines(tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_named_with_its_last_lines(programs: Programs, tmp_path: Path) -> None:
     """Not the rank that fails of it, and no hang."""
-    code, _, errors = run(tmp_path, "--factory", "ours:failing", "--ways", "no_sync", "--limit", "60")
+    code, _, errors = begun(programs, tmp_path, "--factory", "ours:failing", "--ways", "no_sync", *LIMIT).ended()
     assert code == 1
     assert "The bench could not go on: rank 1 ended with exit code 1. Its last lines:" in errors
     assert "LookupError: this sample is damaged" in errors
@@ -715,9 +731,9 @@ def with_adam(batch_size: int, device: torch.device) -> tuple[Any, ...]:
     return model, torch.optim.Adam(model.parameters()), lambda: torch.ones(2), lambda model, batch: model(batch).sum()
 
 
-def test_ranks_that_hang_say_where_and_end(tmp_path: Path) -> None:
+def test_ranks_that_hang_say_where_and_end(hanging: Program) -> None:
     """At --limit, with the line that they stand at."""
-    code, _, errors = run(tmp_path, "--factory", "ours:stuck", "--ways", "no_sync", "--limit", "10")
+    code, _, errors = hanging.ended()
     assert code == 1
     assert "rank 1 had not ended at its --limit. It stood at:" in errors
     assert 'ours.py", line' in errors
@@ -732,7 +748,7 @@ def test_an_interrupted_bench_leaves_nothing_behind(number: signal.Signals, tmp_
         assert len(namespaces(process)) == 2
         process.send_signal(number)
         process.send_signal(number)  # an impatient user's second one changes nothing
-        process.wait(timeout=30)
+        process.wait(timeout=30 * PATIENCE)
         assert process.returncode == 128 + number
         assert namespaces(process) == []
         assert ranks_alive(tmp_path) == []
@@ -745,7 +761,7 @@ def test_a_host_that_dies_ends_the_bench(tmp_path: Path) -> None:
     with bench(tmp_path, *ENDLESS, "--hosts", "2") as process:
         wait_until(lambda: len(ranks_alive(tmp_path)) == 2)
         os.kill(max(ranks_alive(tmp_path)), signal.SIGKILL)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60 * PATIENCE)
         assert process.returncode == 1
         assert "rank 1 was ended by SIGKILL. Its last lines:" in errors
         assert namespaces(process) == []
@@ -758,7 +774,7 @@ def test_ranks_end_with_a_bench_that_was_killed(tmp_path: Path) -> None:
     with bench(tmp_path, *ENDLESS) as process:
         wait_until(lambda: len(ranks_alive(tmp_path)) == 2)
         process.kill()
-        process.wait(timeout=30)
+        process.wait(timeout=30 * PATIENCE)
         wait_until(lambda: ranks_alive(tmp_path) == [])
 
 

@@ -21,8 +21,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.faults import disturbed
+from tests.support.ranks import PATIENCE
 
-LIMIT = 40.0  # seconds for a job
+LIMIT = 40.0 * PATIENCE  # seconds for a job
 
 
 def run(spec: str, script: str, *options: str) -> None:

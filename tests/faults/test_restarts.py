@@ -9,30 +9,18 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
-import torch.distributed as dist
+from tests.support.programs import ENVIRONMENT, ROOT, Programs
+from tests.support.ranks import PATIENCE
 
-
-ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "resume.py")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 NUM_KILLS = int(os.environ.get("GRADSYNC_KILLS", "8"))
 
 
-def elastic(jobs: list[list[str]], limit: float) -> list[dict]:
+def elastic(programs: Programs, jobs: list[list[str]], limit: float) -> list[dict]:
     """Run jobs one after another on torchrun's agent; a hang fails within `limit` seconds."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.elastic", json.dumps(jobs)],
-        cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        printed, complaints = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        printed, complaints = process.communicate()
-        raise AssertionError(f"HANG: {len(printed.splitlines())} of {len(jobs)} jobs done\n{complaints[-3000:]}") from None
+    _, printed, complaints = programs.run("-m", "tests.faults.elastic", json.dumps(jobs), limit=limit)
     done = [json.loads(line) for line in printed.splitlines()]
     assert len(done) == len(jobs), f"job {len(done)} did not end: {jobs[len(done)]}\n{complaints[-3000:]}"
     return done
@@ -45,7 +33,7 @@ def parameters(job: dict) -> str:
     return found.pop()
 
 
-def test_killed_at_random_points_a_job_ends_with_the_same_bits(tmp_path):
+def test_killed_at_random_points_a_job_ends_with_the_same_bits(programs, tmp_path):
     """Kills from a fixed seed: at any line of gradsync or of the example, or some moments after it, on any rank."""
     count = tmp_path / "lines"
     every = [[], ["--every", "3"]]
@@ -53,7 +41,7 @@ def test_killed_at_random_points_a_job_ends_with_the_same_bits(tmp_path):
         [json.dumps({"count": f"{count}{i}"}), EXAMPLE, "--quick", "--folder", str(tmp_path / f"calm{i}"), *options]
         for i, options in enumerate(every)
     ]
-    expected = {parameters(job) for job in elastic(calm, 100)}
+    expected = {parameters(job) for job in elastic(programs, calm, 100)}
     assert len(expected) == 1
     generator = random.Random(5)
     jobs = []
@@ -67,7 +55,7 @@ def test_killed_at_random_points_a_job_ends_with_the_same_bits(tmp_path):
             "timeout": 10,
         }
         jobs.append([json.dumps(fault), EXAMPLE, "--quick", "--folder", str(tmp_path / str(number)), *every[mode]])
-    done = elastic(jobs, 400)
+    done = elastic(programs, jobs, 400)
     killed = going_on = 0
     for job, (fault, *_) in zip(done, jobs):
         assert {parameters(job)} == expected, fault
@@ -92,7 +80,7 @@ def test_torchrun_restarts_the_job(tmp_path):
         start_new_session=True,
     )  # fmt: skip
     try:
-        printed, complaints = process.communicate(timeout=90)
+        printed, complaints = process.communicate(timeout=90 * PATIENCE)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise AssertionError(f"HANG\n{process.communicate()}") from None

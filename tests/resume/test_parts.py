@@ -105,7 +105,7 @@ def another_sync(engine: str, before: str, after: str) -> None:
     run = Run(home_of(engine, unused=unused), before, forward=forward)
     run.go(0, 4)
     state = run.taken()
-    again = Run(home_of(engine, unused=unused), after, run, forward)
+    again = Run(home_of(engine, unused=unused), after, run.home.model.parameters(), forward)
     again.step.load_state_dict(state)
     again.go(4, 6)
     assert_equal_states(run.states + again.states, reference(run.home, [range(3), range(3, 6)], weigh))

@@ -31,7 +31,7 @@ class Program:
 
     def __init__(self, command: Sequence[str], folder: Path, limit: float) -> None:
         self.title, self.limit, self._folder = " ".join(command), limit, folder
-        self._end = time.monotonic() + limit + 30 * PATIENCE
+        self._end = time.monotonic() + limit + 60
 
     def ended(self) -> Ended:
         """How it ended; waits for that."""

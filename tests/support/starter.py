@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import time
 
 
@@ -62,12 +63,12 @@ def become(job: dict) -> None:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["environment"])
+    tempfile.tempdir = None  # what TMPDIR says now
     sys.path[0] = job["cwd"]  # in the place of this module's
-    for folder in reversed(job["environment"].get("PYTHONPATH", "").split(os.pathsep)):
-        sys.path.insert(0, folder)
-        for name in os.listdir(folder) if folder else ():
-            if name.endswith(".py"):
-                sys.modules.pop(name.removesuffix(".py"), None)  # torch has imported tqdm, and here may be another
+    path = [one for one in job["environment"].get("PYTHONPATH", "").split(os.pathsep) if one and one not in sys.path]
+    sys.path[:0] = path
+    for name in (name for folder in path for name in os.listdir(folder) if name.endswith(".py")):
+        sys.modules.pop(name.removesuffix(".py"), None)  # torch has imported tqdm, and here may be another
 
 
 if __name__ == "__main__":
