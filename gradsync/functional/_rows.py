@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import LossSum, find_loss
-from gradsync.engines import find
+from gradsync.engines import common_group, find
 from gradsync.functional._backward import Hold
 from gradsync.functional._no_sync import check_modules
 from gradsync.parts.memory import Before, Buffers, free, is_out_of_memory, let_go
 from gradsync.parts.peak import is_room, meter_of
-from gradsync.ranks.group import require_group
+from gradsync.ranks.group import require_group, several_ranks
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import insist, meet, ranks_where
 
@@ -91,8 +91,7 @@ class _Trial:
         self._meter = meter or meter_of(self._parameters[0].device)
         self._hold = Hold(engines)
         self._buffers = Buffers(models)
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.group = dist.group.WORLD if several else None
+        self.group = common_group(engines) or (dist.group.WORLD if several_ranks() else None)
         if any(parameter.grad is not None for parameter in self._parameters):
             raise GradSyncError(
                 "rows_that_fit needs a model without gradients, which an attempt would add to, but there are some. "

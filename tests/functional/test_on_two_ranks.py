@@ -167,8 +167,13 @@ def held_and_then_synchronised(wrap) -> None:
 
 
 def the_most_rows() -> list[int]:
-    model = DDP(small_model())
-    return [F.rows_that_fit(model, lambda rows: mean_loss(model, torch.ones(rows, 3).double()), most=5)]
+    """Over the ranks of the model's own group: of both, and of each alone, which may then ask for another number."""
+    rank = dist.get_rank()
+    found = []
+    for group, most in ((None, 5), ([dist.new_group([r]) for r in range(2)][rank], 3 + rank)):
+        model = DDP(small_model(), process_group=group)
+        found.append(F.rows_that_fit(model, lambda rows: mean_loss(model, torch.ones(rows, 3).double()), most=most))
+    return found
 
 
 WRAPS = [bare, DDP]
@@ -183,7 +188,7 @@ def test_a_window_is_exact(ranks, case, wrap) -> None:
 
 
 def test_all_ranks_try_the_same_rows(ranks) -> None:
-    assert ranks(2).run(the_most_rows) == [[5], [5]]
+    assert ranks(2).run(the_most_rows) == [[5, 3], [5, 4]]
 
 
 @pytest.mark.parametrize(
