@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+from gradsync._registry import STEPPING
 from gradsync.decorator.progress import ClosedLosses
 from gradsync.decorator.reference import reference
 from gradsync.functional import Update, move, refuse_nonfinite, step_optimizers, zero
@@ -92,10 +94,15 @@ class Updates:
     def stepping(self) -> Iterator[None]:
         """A step inside is ours."""
         found, self.is_stepping = self.is_stepping, True
+        thread = get_ident()
+        outermost = thread not in STEPPING
+        STEPPING.add(thread)
         try:
             yield
         finally:
             self.is_stepping = found
+            if outermost:
+                STEPPING.discard(thread)
 
     def end_window(self) -> None:
         """The window that has synchronised is over, though its update may be still to come."""

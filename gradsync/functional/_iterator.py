@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
-
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import rest
@@ -20,6 +19,7 @@ from gradsync.functional._place import Part, Place
 from gradsync.functional._run import Run
 from gradsync.functional._stream import length
 from gradsync.functional._terms import Terms, Who
+from gradsync.functional._turn_checks import StepWatch, insist_on_none_inside, insist_on_none_left, leave
 from gradsync.ranks.group import require_group
 from gradsync.ranks.lost import waited
 from gradsync.ranks.meet import insist, meet
@@ -117,8 +117,10 @@ def _endless(run: Run, models: Sequence[nn.Module]) -> Iterator[MicroStep]:
                 insist(meet(run.fit().group, "the start of sync_every", {"steps": place.size}))
             step = turn.step(place)
             yield from turn.take(step, place, step)
-    finally:
-        run.abandon()
+    except BaseException as error:
+        leave(run, error, sys._getframe(0).f_back)
+        raise
+    run.abandon()
 
 
 def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Iterator[tuple[MicroStep, T]]:
@@ -136,8 +138,10 @@ def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Itera
         for _, place in loop.rest():
             step = turn.step(place)
             yield from turn.take(step, place, (step, item))
-    finally:
-        run.abandon()
+    except BaseException as error:
+        leave(run, error, sys._getframe(0).f_back)
+        raise
+    run.abandon()
 
 
 class _Turn:
@@ -230,6 +234,8 @@ class _Turn:
         assert place is not None, "a step has one"
         if self._run.is_plain:
             raise self._mixed(place)
+        if not place.index:
+            insist_on_none_left(self._run.fit())
         self._current, self._done = None, step
         self._explicit = True
         if self._plain is not None:
@@ -254,8 +260,10 @@ class _Turn:
         run, team = self._run, self._run.fit()
         hooks: list[Any] = []
         self._plain = None
+        if not place.index:
+            insist_on_none_inside(team)
         if not place.last:
-            hooks.append(_StepWatch(run))
+            hooks.append(StepWatch(run))
         if place.part is not Part.RUNS:
             hooks.append(weightless(team.leaves))
         # With step.backward, one look a window is enough: held turns have the same body.
@@ -297,23 +305,3 @@ class _Turn:
 
     def _note(self, closing: Closing | None) -> None:
         self._closing = closing
-
-
-class _StepWatch:
-    """While it is there, a step of an optimizer of the team's is an error: the gradients are not synchronised."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._handle = register_optimizer_step_pre_hook(self._check)  # torch's hook for all optimizers
-
-    def remove(self) -> None:
-        self._handle.remove()
-
-    def _check(self, optimizer: Any, *_: object) -> None:
-        mine = self._run.fit().ids
-        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
-            raise GradSyncError(
-                "An optimizer may step on the last micro-step of a window only, where the gradients are synchronised, "
-                "but optimizer.step() came on one that is held. Write: if step.last: optimizer.step(); "
-                "optimizer.zero_grad()."
-            )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from gradsync._errors import GradSyncError
 from gradsync._registry import OPEN
 from gradsync.functional._backward import NO_RANGE, Both, Joined, Order, backward, named_range, reduce
@@ -11,7 +13,7 @@ from gradsync.functional._boundary import Begun, Boundary
 from gradsync.functional._crossing import Plainly, land
 from gradsync.functional._exchange import Counted, meet_at_flush
 from gradsync.functional._leaf_hooks import weightless
-from gradsync.functional._loss import LossSum, check_loss
+from gradsync.functional._loss import LossSum, check_loss, no_gradient
 from gradsync.functional._place import Part, Place
 from gradsync.functional._share import PLAIN
 from gradsync.functional._steps import window_size
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    import torch
     from torch.amp import GradScaler
 
     from gradsync.functional._backward import RunBackward
@@ -83,6 +84,8 @@ class Run:
 
     def start(self, who: Who, loop: Lanes | None = None) -> Place:
         """A call begins: its place. A window is opened if none is."""
+        if torch.is_inference_mode_enabled():
+            raise no_gradient("this runs under torch.inference_mode()")
         self.who, lane = who, None if loop is None else loop.lane(self)
         self._lane = lane
         if self.window is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from dis import opname
 from typing import TYPE_CHECKING, TypeVar
 
 from gradsync._errors import GradSyncError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from types import FrameType
 
 T = TypeVar("T")
 
@@ -64,3 +66,14 @@ def _ahead(iterable: Iterable[T], ahead: Callable[[], int]) -> Iterator[tuple[T,
             yield drawn.popleft(), len(drawn)
     while drawn:
         yield drawn.popleft(), len(drawn)
+
+
+def is_left_on_purpose(frame: FrameType | None, *more: str) -> bool:
+    """Whether the loop in this frame was left by break or return, and not by an error, which speaks for itself.
+
+    An error that is on its way up shows nowhere but in the instruction that the frame has come to: these do not raise.
+    """
+    if frame is None:
+        return True
+    instruction = opname[frame.f_code.co_code[frame.f_lasti]] if frame.f_lasti >= 0 else "RETURN"
+    return instruction.startswith(("POP", "END", "SWAP", "RETURN", "DELETE", "STORE", *more))

@@ -36,11 +36,11 @@ class Watch:
 
     def note(self) -> None:
         """The parameters are as they should be."""
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._versions = list(map(_version, self._parameters))
 
     def check(self) -> None:
         """Raise if somebody else has written to the parameters since `note`, or loaded an optimizer's state."""
-        versions = [parameter._version for parameter in self._parameters]
+        versions = list(map(_version, self._parameters))
         if versions != self._versions:
             pairs = zip(self._parameters, versions, self._versions, strict=True)
             written = {id(parameter) for parameter, now, before in pairs if now != before}
@@ -98,6 +98,11 @@ class _Deaf:
 
     def __call__(self, *_: object) -> None:
         """Do nothing."""
+
+
+def _version(parameter: nn.Parameter) -> tuple[Any, ...]:
+    """What changes as somebody writes to a parameter, or assigns its `data`."""
+    return parameter._version, parameter.data_ptr(), parameter.dtype, parameter.shape
 
 
 def _names(models: Sequence[nn.Module], written: set[int]) -> str:
