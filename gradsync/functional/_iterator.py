@@ -273,7 +273,8 @@ class _Turn:
 
     def _watch_plain(self) -> None:
         """From here to the end of the turn: see a backward of the user's own."""
-        self._plain = PlainBackward(self._run.fit().leaves, self._join)
+        team = self._run.fit()
+        self._plain = PlainBackward(team.leaves, self._join, team.swapped)
 
     def _join(self) -> None:
         """The user's own backward has come to a parameter."""

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
 
 class LeafHooks:
@@ -33,13 +33,20 @@ class PlainBackward:
     What counts is what accumulates: `torch.autograd.grad`, or a backward of other models, does not.
     """
 
-    def __init__(self, leaves: Iterable[torch.Tensor], begin: Callable[[], None]) -> None:
-        """`begin` is called at each parameter."""
+    def __init__(
+        self, leaves: Iterable[torch.Tensor], begin: Callable[[], None], swapped: Collection[int] = ()
+    ) -> None:
+        """`begin` is called at each parameter; `swapped` are the ids of those whose nodes nobody may hold."""
         self.reached: set[int] = set()  # the ids of the leaves that it came to
         self._begin = begin
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
         # The nodes are kept, for a leaf keeps its own weakly.
-        self._nodes = [(get_gradient_edge(leaf).node, id(leaf)) for leaf in leaves if leaf.requires_grad]
+        self._nodes = [(get_gradient_edge(leaf).node, id(leaf)) for leaf in trained if id(leaf) not in swapped]
         self._handles = [node.register_prehook(partial(self._reach, leaf)) for node, leaf in self._nodes]
+        flat = [
+            leaf for leaf in trained if id(leaf) in swapped
+        ]  # of no use to torch.autograd.grad, which these tell of
+        self._handles += [leaf.register_hook(partial(self._reach, id(leaf))) for leaf in flat]
 
     def remove(self) -> None:
         """Take the hooks away; again is fine."""
