@@ -6,6 +6,8 @@ import weakref
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from gradsync._errors import GradSyncError
 from gradsync.decorator.body import Body
 from gradsync.decorator.compressed import Compressed
@@ -15,12 +17,14 @@ from gradsync.decorator.record import Record
 from gradsync.decorator.reference import reference
 from gradsync.decorator.updates import Updates, is_scaling
 from gradsync.decorator.watches import GradientWatch, StepGuard
-from gradsync.functional import Part, Run, Who, bare_optimizer, check_steppable, detach
+from gradsync.functional import Part, Run, Who, check_steppable, detach, owned
 from gradsync.overlap import check_compress
 from gradsync.ranks.lost import is_lost, lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch.optim import Optimizer
 
     from gradsync.decorator.casting import Cast
     from gradsync.decorator.progress import Progress
@@ -52,9 +56,8 @@ class Call:
         self._running = False
         for one in (*cast.optimizers, *cast.schedulers):
             check_steppable(one)
-        for optimizer in cast.optimizers:
-            handle = bare_optimizer(optimizer).register_step_pre_hook(StepGuard(self))
-            weakref.finalize(self, handle.remove).atexit = False
+        handle = register_optimizer_step_pre_hook(StepGuard(self))
+        weakref.finalize(self, handle.remove).atexit = False
 
     # -- participants -----------------------------------------------------------------------------------------------
 
@@ -102,6 +105,11 @@ class Call:
     def guarded(self) -> bool:
         """Whether a step of the optimizer by the user would use half a window."""
         return not self._updates.is_stepping and (self.run.index > 0 or self._running)
+
+    def has_some_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer steps parameters of ours."""
+        mine = set(map(id, owned(self.run.who.optimizers)))
+        return not mine.isdisjoint(map(id, owned([optimizer])))
 
     @property
     def progress(self) -> Progress:

@@ -11,6 +11,7 @@ from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync.decorator.kinds import cores, inside, kind_of, kind_of_class, moved_by
+from gradsync.engines import is_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,12 +69,17 @@ class Casting:
     ) -> None:
         """Raise for an optimizer, scheduler or scaler in a container among the arguments, unless it is named."""
         taken = set(map(id, participants))
+        taken |= {id(inner) for one in participants if isinstance(one, nn.Module) for inner in one.modules()}
         for one in (*args, *kwargs.values()):
             if type(one) in _DATA:
                 continue
             for inner in inside(one) if id(one) not in taken else ():
                 kind = kind_of(inner)
-                if kind not in {None, "model"} and id(inner) not in taken and getattr(self, str(kind)) != ():
+                if kind is None or id(inner) in taken or getattr(self, kind) == ():
+                    continue
+                if isinstance(inner, nn.Module):
+                    _refuse_hidden_engine(inner, one, name)
+                else:
                     raise GradSyncError(
                         f"{name} takes part with what is an argument of its own or named by keyword, but a {kind} "
                         f"({type(inner).__name__}) came in a {type(one).__name__}, where it would be passed over. Pass "
@@ -134,6 +140,17 @@ def check_cast(cast: Cast, name: str, came: Sequence[object], *, is_method: bool
                 f"another {type(theirs[0]).__name__}. Make the scheduler anew from the optimizer that the call has, or "
                 "keep it out of the call."
             )
+
+
+def _refuse_hidden_engine(model: nn.Module, container: object, name: str) -> None:
+    """A bare model in a container is its user's; one on an engine would synchronise in each backward."""
+    on = next((type(module).__name__ for module in model.modules() if is_engine(type(module))), None)
+    if on is not None:
+        raise GradSyncError(
+            f"{name} holds the models back that are arguments of their own or named by keyword, but a {on} came in a "
+            f"{type(container).__name__}, where each backward would synchronise it, and ranks that run out would be "
+            "waited for. Pass it as an argument, or name it: accumulating(..., model=lambda *args: ...)."
+        )
 
 
 def _named(naming: Naming, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 import warnings
 from contextlib import ExitStack
-from dis import opname
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gradsync._errors import GradSyncError
+from gradsync._frames import is_left_on_purpose
 from gradsync.functional import Loop, length
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from types import FrameType
 
     from gradsync.decorator.registry import Registry
     from gradsync.functional import Run
@@ -51,7 +50,7 @@ class Over(Generic[T]):
                     _insist_on_latest(loop)
             except GeneratorExit:
                 # Wait for what travels, but not after an exception.
-                if _is_left_on_purpose(sys._getframe(0).f_back):
+                if is_left_on_purpose(sys._getframe(0).f_back):
                     _warn_if_open(loop)
                     for registry, instance in decorated:
                         registry.settle(instance)
@@ -87,17 +86,6 @@ def _insist_on_latest(loop: Loop) -> None:
             f"were taken for its. Put several iterables into one: {loop.name}(zip(a, b)), and end a loop before the "
             "next."
         )
-
-
-def _is_left_on_purpose(frame: FrameType | None) -> bool:
-    """Whether the loop in this frame was left by break or return, and not by an exception.
-
-    An exception that propagates shows only in the frame's current instruction: those listed here do not raise.
-    """
-    if frame is None:
-        return True
-    instruction = opname[frame.f_code.co_code[frame.f_lasti]] if frame.f_lasti >= 0 else "RETURN"
-    return instruction.startswith(("POP", "END", "SWAP", "RETURN", "DELETE", "STORE"))
 
 
 def _warn_if_open(loop: Loop) -> None:

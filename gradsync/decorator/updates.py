@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+from gradsync._registry import STEPPING
 from gradsync.decorator.progress import NO_UPDATE, ClosedLosses
 from gradsync.decorator.reference import reference
 from gradsync.functional import move, refuse_nonfinite, step_optimizers, zero
@@ -70,23 +72,22 @@ class Updates:
     def step(self, team: Team, factor: float, window: Window | None = None) -> Update:
         """Make the update with synchronised gradients, step the schedulers, and clear the gradients."""
         settings, scaler = self.settings, self.scaler
-        found, self.is_stepping = self.is_stepping, True
         self._making = NO_UPDATE
         try:
             if window is not None and window.scale is not None and scaler is not None:
                 window.scale.correct(team.parameters, scaler)
-            self._making = made = step_optimizers(
-                self.run.who.optimizers,
-                scaler=scaler,
-                clip_norm=settings.clip_norm,
-                factor=factor,
-                nonfinite=settings.nonfinite,
-                spread=team.spread,
-            )
-            if made.stepped:
-                move((one for ref in self._schedulers if (one := ref()) is not None), self.run.who.optimizers)
+            with self.stepping():
+                self._making = made = step_optimizers(
+                    self.run.who.optimizers,
+                    scaler=scaler,
+                    clip_norm=settings.clip_norm,
+                    factor=factor,
+                    nonfinite=settings.nonfinite,
+                    spread=team.spread,
+                )
+                if made.stepped:
+                    move((one for ref in self._schedulers if (one := ref()) is not None), self.run.who.optimizers)
         finally:
-            self.is_stepping = found
             self._clear(team)
         return made
 
@@ -94,10 +95,15 @@ class Updates:
     def stepping(self) -> Iterator[None]:
         """Optimizer steps inside are made here, not by the user."""
         found, self.is_stepping = self.is_stepping, True
+        thread = get_ident()
+        outermost = thread not in STEPPING
+        STEPPING.add(thread)
         try:
             yield
         finally:
             self.is_stepping = found
+            if outermost:
+                STEPPING.discard(thread)
 
     def end_window(self) -> None:
         """Close the window, after it has synchronised. Its update may come later (`overlap`)."""

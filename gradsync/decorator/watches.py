@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import weakref
 from operator import is_not
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradsync._errors import GradSyncError
+from gradsync._registry import STEPPING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import torch
     from torch import nn
+    from torch.optim import Optimizer
 
     from gradsync.functional import Team
 
@@ -106,22 +109,30 @@ class Guarded(Protocol):
         """Whether a step of somebody else's would do harm now."""
         ...
 
+    def has_some_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer steps parameters of ours."""
+        ...
+
 
 class StepGuard:
-    """An optimizer's step pre-hook: nobody else may step it in the middle of a window."""
+    """A step pre-hook of all optimizers: nobody may step parameters of the call's in the middle of a window.
+
+    Of all: one that was made anew, or that steps in the backward, is none of the call's.
+    """
 
     __slots__ = ("_call",)
 
     def __init__(self, call: Guarded) -> None:
         self._call = weakref.ref(call)
 
-    def __call__(self, *_: object) -> None:
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
         """An optimizer is about to step."""
         call = self._call()
-        if call is not None and call.guarded:
+        if call is not None and call.guarded and get_ident() not in STEPPING and call.has_some_of(optimizer):
             raise GradSyncError(
                 f"{call.name} steps its optimizer itself at each boundary, but something called "
-                "optimizer.step() in the middle of a window, on gradients that are not synchronised. Remove that call."
+                f"optimizer.step(), of type {type(optimizer).__name__}, in the middle of a window, on gradients that "
+                "are not synchronised. Remove that call; an optimizer that steps in the backward cannot accumulate."
             )
 
 

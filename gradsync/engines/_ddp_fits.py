@@ -76,6 +76,8 @@ def is_built_for(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) 
         return bool(known == tuple(map(likeness, reduced))) and is_wired(ddp, reduced)
     if len(reduced) != ddp._get_ddp_logging_data()["num_parameter_tensors"]:
         return False
+    if not _are_held(reduced):
+        return False
     if len(reduced) == len(ddp._module_parameters):
         return True
     # As many as it was made for, but perhaps others: its buckets know.
@@ -93,6 +95,13 @@ def nodes_of(parameters: Sequence[nn.Parameter]) -> tuple[Any, ...]:
     with torch.enable_grad():
         joined = Joint.apply(*parameters)  # type: ignore[no-untyped-call] # one call for all: a third of a us for each
     return tuple(node for node, _ in joined.grad_fn.next_functions) if joined.grad_fn is not None else ()
+
+
+def _are_held(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether somebody holds the nodes of these, as a reducer does: else autograd makes new ones each time."""
+    for node in nodes_of(parameters):
+        node.metadata["gradsync"] = True
+    return all(node.metadata.pop("gradsync", False) for node in nodes_of(parameters))
 
 
 def is_wired(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) -> bool:

@@ -41,6 +41,8 @@ class Engine:
     forward_communicates = False
     #: Whether held gradients are kept out of `parameter.grad`, or change their objects there as they like.
     holds_inside = False
+    #: Whether other storage comes behind its leaves in a forward, so that nobody may hold their nodes in the graph.
+    swaps_storage = False
     #: The ranks that each plain gradient is spread over in flat pieces; None where it is whole, or a DTensor.
     shard_group: ProcessGroup | None = None
     #: Groups of ranks that run one forward together, and so need the same data (tensor parallel).

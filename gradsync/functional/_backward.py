@@ -80,7 +80,15 @@ def backward(
 
 
 def _insist(run: RunBackward, loss: torch.Tensor) -> None:
-    """Let `run` run the backward; raise if no backward came to the loss."""
+    """Let `run` run the backward; raise if it did not."""
+    who = getattr(run, "__self__", None)
+    steps = getattr(who, "gradient_accumulation_steps", 1)
+    if steps != 1:
+        raise GradSyncError(
+            f"What is given as run= must run the backward of the loss as it is, but this {type(who).__name__} divides "
+            f"it by its gradient_accumulation_steps, which are {steps}, and gradsync divides already. Make it with "
+            "gradient_accumulation_steps=1."
+        )
     came: list[None] = []
     watch = loss.register_hook(lambda _: came.append(None))
     try:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
-
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import LossSum
@@ -21,6 +20,7 @@ from gradsync.functional._place import Part, Place
 from gradsync.functional._run import Run
 from gradsync.functional._stream import length
 from gradsync.functional._terms import Terms, Who
+from gradsync.functional._turn_checks import StepWatch, insist_on_none_inside, insist_on_none_left, leave
 from gradsync.ranks.group import require_group
 from gradsync.ranks.lost import waited
 from gradsync.ranks.meet import insist, meet
@@ -122,9 +122,12 @@ def _endless(run: Run, models: Sequence[nn.Module]) -> Iterator[MicroStep]:
                 insist(meet(run.fit().group, "the start of sync_every", {"steps": place.size}))
             with turn.at(place) as step:
                 yield step
+    except BaseException as error:
+        leave(run, error, sys._getframe(0).f_back)
+        raise
     finally:
         turn.end()
-        run.abandon()
+    run.abandon()
 
 
 def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Iterator[tuple[MicroStep, T]]:
@@ -141,9 +144,12 @@ def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Itera
         for _, place in loop.rest():
             with turn.at(place) as step:
                 yield step, item
+    except BaseException as error:
+        leave(run, error, sys._getframe(0).f_back)
+        raise
     finally:
         turn.end()
-        run.abandon()
+    run.abandon()
 
 
 class _Turn:
@@ -159,14 +165,13 @@ class _Turn:
         self._plain: PlainBackward | None = None
         self._over: Callable[[], bool] | None = None  # call it after the user's own backward
         self._closing: Closing | None = None
-        self._is_held = False
         self._hooks: Sequence[Any] = ()
         self._hold: AbstractContextManager[Any] = NO_RANGE
-        self._watch = register_optimizer_step_pre_hook(self._check_step)  # torch's hook for all optimizers
+        self._steps = StepWatch(run)
 
     def end(self) -> None:
         """Called after the loop."""
-        self._watch.remove()
+        self._steps.remove()
 
     def at(self, place: Place) -> _Turn:
         """Context manager: inside, holds and hooks are in place for the `MicroStep` of a place."""
@@ -182,13 +187,13 @@ class _Turn:
         self._hooks = self._watch_gradients(place)
         self._hold = self._run.holding(place)
         self._hold.__enter__()
-        self._is_held = not place.last
+        self._steps.is_on = not place.last
         return step
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._is_held = False
+        self._steps.is_on = False
         try:
             for hook in (*self._hooks, self._plain):
                 if hook is not None:
@@ -261,6 +266,8 @@ class _Turn:
         assert place is not None, "a step has one"
         if self._run.is_plain:
             raise self._mixed(place)
+        if not place.index:
+            insist_on_none_left(self._run.fit())
         self._current, self._done = None, step
         self._explicit = True
         if self._plain is not None:
@@ -284,6 +291,8 @@ class _Turn:
     def _watch_gradients(self, place: Place) -> Sequence[Any]:
         """The hooks of a turn: for a replay, which weighs nothing, and for a backward of the user's own."""
         self._plain = None
+        if not place.index:
+            insist_on_none_inside(self._run.fit())
         # A body is the same in each window. With step.backward, the boundaries of the first ones tell all.
         if not self._explicit or (place.last and place.window < _NUM_LOOKED_AT):
             self._watch_plain()
@@ -291,19 +300,8 @@ class _Turn:
 
     def _watch_plain(self) -> None:
         """Watch for a backward of the user's own, until the end of the turn."""
-        self._plain = PlainBackward(self._run.fit().leaves, self._join)
-
-    def _check_step(self, optimizer: Any, *_: object) -> None:
-        """Raise if an optimizer steps these parameters in a held place, where gradients are not synchronised yet."""
-        if not self._is_held:
-            return
-        mine = self._run.fit().ids
-        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
-            raise GradSyncError(
-                "An optimizer may step on the last micro-step of a window only, where the gradients are synchronised, "
-                "but optimizer.step() came on one that is held. Write: if step.last: optimizer.step(); "
-                "optimizer.zero_grad()."
-            )
+        team = self._run.fit()
+        self._plain = PlainBackward(team.leaves, self._join, team.swapped)
 
     def _join(self) -> None:
         """Called when the user's own backward comes to a parameter, in a step that synchronises."""

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
 
 class LeafHooks:
@@ -34,13 +34,19 @@ class PlainBackward:
     backward.
     """
 
-    def __init__(self, leaves: Iterable[torch.Tensor], begin: Callable[[], None]) -> None:
-        """`begin` is called at each parameter."""
+    def __init__(
+        self, leaves: Iterable[torch.Tensor], begin: Callable[[], None], swapped: Collection[int] = ()
+    ) -> None:
+        """`begin` is called at each parameter. `swapped` has the ids of leaves whose nodes must not be kept alive."""
         self.reached: set[int] = set()  # the ids of the leaves that the backward came to
         self._begin = begin
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
         # The nodes are kept alive here, because a leaf refers to its node weakly.
-        self._nodes = [(get_gradient_edge(leaf).node, id(leaf)) for leaf in leaves if leaf.requires_grad]
+        self._nodes = [(get_gradient_edge(leaf).node, id(leaf)) for leaf in trained if id(leaf) not in swapped]
         self._handles = [node.register_prehook(partial(self._reach, leaf)) for node, leaf in self._nodes]
+        # A tensor hook cannot tell torch.autograd.grad from a backward, but nobody can call that for such a leaf.
+        flat = [leaf for leaf in trained if id(leaf) in swapped]
+        self._handles += [leaf.register_hook(partial(self._reach, id(leaf))) for leaf in flat]
 
     def remove(self) -> None:
         """Remove the hooks. May be called twice."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync._loss import LossSum, check_loss
+import torch
+
+from gradsync._loss import LossSum, check_loss, no_gradient
 from gradsync._registry import OPEN
 from gradsync.functional._backward import HELD, NO_RANGE, Both, Joined, Order, backward, named_range, reduce
 from gradsync.functional._boundary import Begun, Boundary
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    import torch
     from torch.amp import GradScaler
 
     from gradsync.functional._backward import RunBackward
@@ -83,7 +84,9 @@ class Run:
     # -- a micro-batch ----------------------------------------------------------------------------------------------
 
     def start(self, who: Who, loop: Lanes | None = None) -> Place:
-        """The place of a call that begins. Opens a window if none is open."""
+        """A call begins: its place. A window is opened if none is."""
+        if torch.is_inference_mode_enabled():
+            raise no_gradient("this runs under torch.inference_mode()")
         self.who, lane = who, None if loop is None else loop.lane(self)
         self._lane = lane
         goes_on = self.window is not None

@@ -127,6 +127,11 @@ class Team:
         bare = [p for p in self.parameters if id(p) not in covered]
         return [*bare, *(leaf for engine in self.engines for leaf in engine.leaves)]
 
+    @property
+    def swapped(self) -> set[int]:
+        """The ids of those leaves whose nodes in the graph nobody may hold."""
+        return {id(leaf) for engine in self.engines if engine.swaps_storage for leaf in engine.leaves}
+
     def gradients_left(self) -> tuple[int, int]:
         """How many parameters have a gradient, and how many gradients engines hold elsewhere."""
         inside = sum(engine.num_held() for engine in self.engines if engine.holds_inside)

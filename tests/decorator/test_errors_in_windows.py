@@ -63,6 +63,35 @@ def test_somebody_else_steps_the_optimizer(when, where):
     step.reset()
 
 
+@pytest.mark.parametrize("how", ["in the backward", "made anew", "of one layer"])
+def test_another_optimizer_steps_the_same_parameters(how):
+    """Each rank on gradients of its own: the replicas would part."""
+    _, model, optimizer = made()
+    others = [torch.optim.SGD(model[-1].parameters() if how == "of one layer" else model.parameters(), lr=0.1)]
+    if how == "in the backward":
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p, its=torch.optim.SGD([p], lr=0.1): its.step())
+        others.clear()
+    step = accumulating(steps=2)(lambda model, optimizer: mean_loss(model, X))
+    with pytest.raises(GradSyncError, match="called optimizer.step.*, of type SGD, in the middle of a window"):
+        step(model, optimizer)
+        for one in others:
+            one.step()
+    step.reset()
+
+
+def test_another_optimizer_steps_other_parameters():
+    _, model, optimizer = made()
+    other = small_model()
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
+    step = accumulating(steps=2)(lambda model, optimizer: mean_loss(model, X))
+    for _ in range(4):
+        step(model, optimizer)
+        mean_loss(other, X).backward()
+        theirs.step()
+    assert step.progress.updates == 2
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("where", ["body", "between"])
 def test_gradients_that_vanish(set_to_none, where):

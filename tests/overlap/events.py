@@ -183,6 +183,12 @@ def decorated(training: Training, m: int):
 def a_write_is_an_error() -> str:
     training = in_flight()
     with torch.no_grad():
+        training.model.extra.data = training.model.extra + 1  # which no version tells of
+    with pytest.raises(GradSyncError, match="extra was written to"):
+        training.step.settle()
+    training.step.settle()
+    training = in_flight()
+    with torch.no_grad():
         training.model.extra.add_(1)
     with pytest.raises(GradSyncError) as caught:
         training.step.settle()
