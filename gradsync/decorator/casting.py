@@ -69,11 +69,11 @@ class Casting:
     ) -> None:
         """Raise for an optimizer, scheduler or scaler in a container among the arguments, unless it is named."""
         taken = set(map(id, participants))
-        taken |= {id(inner) for one in participants if isinstance(one, nn.Module) for inner in one.modules()}
-        for one in (*args, *kwargs.values()):
-            if type(one) in _DATA:
-                continue
-            for inner in inside(one) if id(one) not in taken else ():
+        came = [one for one in (*args, *kwargs.values()) if type(one) not in _DATA and id(one) not in taken]
+        if came:
+            taken |= {id(inner) for one in participants if isinstance(one, nn.Module) for inner in one.modules()}
+        for one in came:
+            for inner in inside(one):
                 kind = kind_of(inner)
                 if kind is None or id(inner) in taken or getattr(self, kind) == ():
                     continue

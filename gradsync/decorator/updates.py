@@ -71,22 +71,22 @@ class Updates:
 
     def step(self, team: Team, factor: float, window: Window | None = None) -> Update:
         """Make the update with synchronised gradients, step the schedulers, and clear the gradients."""
-        settings, scaler = self.settings, self.scaler
+        settings, scaler, optimizers = self.settings, self.scaler, self.run.who.optimizers
         self._making = NO_UPDATE
         try:
             if window is not None and window.scale is not None and scaler is not None:
                 window.scale.correct(team.parameters, scaler)
             with self.stepping():
                 self._making = made = step_optimizers(
-                    self.run.who.optimizers,
+                    optimizers,
                     scaler=scaler,
                     clip_norm=settings.clip_norm,
                     factor=factor,
                     nonfinite=settings.nonfinite,
                     spread=team.spread,
                 )
-                if made.stepped:
-                    move((one for ref in self._schedulers if (one := ref()) is not None), self.run.who.optimizers)
+                if made.stepped and self._schedulers:
+                    move([one for ref in self._schedulers if (one := ref()) is not None], optimizers)
         finally:
             self._clear(team)
         return made

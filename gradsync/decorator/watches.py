@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from operator import is_not
+from operator import attrgetter, is_not
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from gradsync.functional import Team
+
+
+_GRADIENT = attrgetter("grad")
 
 
 class GradientWatch:
@@ -53,8 +56,8 @@ class GradientWatch:
 
     def remember(self) -> None:
         """A micro-batch has ended."""
-        gradients = [parameter.grad for parameter in self._watched]
-        self._left = gradients, list(map(_version, gradients))
+        gradients = [*map(_GRADIENT, self._watched)]
+        self._left = gradients, [gradient._version for gradient in gradients if gradient is not None]
 
     def resume(self, team: Team) -> None:
         """A window has been loaded, with its gradients."""
@@ -67,7 +70,7 @@ class GradientWatch:
 
     def check(self, name: str, index: int) -> None:
         """Raise if the gradients are not as they were left."""
-        now = [parameter.grad for parameter in self._watched]
+        now = [*map(_GRADIENT, self._watched)]
         vanished = False
         if self._left is None:
             changed = any(gradient is not None for gradient in now)
@@ -75,7 +78,7 @@ class GradientWatch:
                 changed = any(self._team.gradients_left())
         else:
             before, versions = self._left
-            changed = any(map(is_not, now, before)) or list(map(_version, now)) != versions
+            changed = any(map(is_not, now, before)) or versions != [g._version for g in now if g is not None]
             vanished = changed and any(new is None and old is not None for new, old in zip(now, before, strict=True))
         if changed:
             raise GradSyncError(
@@ -93,10 +96,6 @@ class GradientWatch:
         unowned = set(map(id, team.unowned))  # of models, but of nobody's optimizer here
         self._team, self._left = team, None
         self._watched = [parameter for parameter in team.watchable if id(parameter) not in unowned]
-
-
-def _version(gradient: torch.Tensor | None) -> int:
-    return 0 if gradient is None else gradient._version
 
 
 class Guarded(Protocol):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import profiler
 
 from gradsync._loss import LossSum, check_loss, no_gradient
 from gradsync._registry import OPEN
-from gradsync.functional._backward import HELD, NO_RANGE, Both, Joined, Order, backward, named_range, reduce
+from gradsync.functional._backward import HELD, Both, Joined, Order, backward, named_range, reduce
 from gradsync.functional._boundary import Begun, Boundary
 from gradsync.functional._crossing import Plainly
 from gradsync.functional._exchange import Counted, compare_sizes, meet_at_flush
@@ -110,8 +111,9 @@ class Run:
     def holding(self, place: Place) -> AbstractContextManager[Any]:
         """A context for a micro-batch's forward and backward, in which the engines hold gradients back."""
         hold = self._open_window.team.hold
-        span = named_range("gradsync.sync" if place.last else "gradsync.hold")
-        return hold if span is NO_RANGE else Both(span, hold)
+        if not profiler._is_profiler_enabled:
+            return hold
+        return Both(named_range("gradsync.sync" if place.last else "gradsync.hold"), hold)
 
     def backward(
         self,

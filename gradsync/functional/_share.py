@@ -132,28 +132,39 @@ def _summed(loss: float | torch.Tensor | Sequence[torch.Tensor]) -> float | torc
 
 def _factor(shares: Sequence[Share]) -> float | None:
     """The factor for the engines' average; None if there is nothing to average."""
-    if len({share.size for share in shares if share.size}) > 1:
-        agreed([(r, int(share.size)) for r, share in enumerate(shares) if share.size], "number of steps in a window")
+    if len(shares) > 1:
+        _insist_on_alike(shares)
     came = [share for share in shares if share.num_micro_batches]
-    if len({share.kind for share in came}) > 1:
-        returned = ((rank, share.kind) for rank, share in enumerate(shares) if share.num_micro_batches)
+    kind = came[0].kind if came else NOTHING
+    if kind == SUMS:
+        _insist_on_counts(shares)
+    if kind == NOTHING or any(share.failed for share in shares):
+        return None
+    if kind == PLAIN:
+        return 1.0
+    if kind == SUMS:
+        count = math.fsum([float(share.count) for share in shares])
+        return len(shares) / count if count else None
+    return correction(int(came[0].size), len(shares), int(sum([share.num_micro_batches for share in came])))
+
+
+def _insist_on_alike(shares: Sequence[Share]) -> None:
+    """Raise if the ranks planned windows of different sizes, or returned different kinds of losses."""
+    agreed([(r, int(share.size)) for r, share in enumerate(shares) if share.size], "number of steps in a window")
+    returned = [(rank, share.kind) for rank, share in enumerate(shares) if share.num_micro_batches]
+    if len({kind for _, kind in returned}) > 1:
         raise GradSyncError(
             "All ranks must return the same kind of loss in a window, but "
             + ", ".join(f"rank {rank} returned {IN_WORDS[kind]}" for rank, kind in returned)
             + ". Return a LossSum everywhere, or nowhere."
         )
-    if not all(is_count(float(share.count)) for share in shares):
-        odd = ranks_where(not is_count(float(share.count)) for share in shares)
+
+
+def _insist_on_counts(shares: Sequence[Share]) -> None:
+    odd = ranks_where(not is_count(float(share.count)) for share in shares)
+    if odd:
         raise GradSyncError(
             "The count of a LossSum must be a finite number, and not negative, but a count of rank "
             f"{odd} in this window is negative, infinite or NaN. Count what the loss is a sum over: tokens, pixels, "
             "rows."
         )
-    if not came or any(share.failed for share in shares):
-        return None
-    if came[0].kind == PLAIN:
-        return 1.0
-    if came[0].kind == SUMS:
-        count = math.fsum(float(share.count) for share in shares)
-        return len(shares) / count if count else None
-    return correction(int(came[0].size), len(shares), int(sum(share.num_micro_batches for share in came)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -52,7 +53,7 @@ class Team:
         self.name = name
         self.kind = NOTHING  # of losses, once the ranks have compared it in words
         self.seeds: dict[Any, torch.Tensor] = {}  # the gradients that backwards begin with, by what they depend on
-        mine = list(owned(optimizers))
+        mine = owned(optimizers)
         ids = set(map(id, mine))
         trained = [m for m in models if not optimizers or any(id(p) in ids for p in m.parameters())]
         if not trained:
@@ -69,7 +70,7 @@ class Team:
             engines = attach(trained, mine, lambda *those: _agree(name, *those))
         self._set_engines(engines, Bystanders([p for m in watching for p in m.parameters()], find(watching)), sync)
         self.unowned = [p for p in self.parameters if id(p) not in ids] if optimizers else []
-        self._flags = [p.requires_grad for p in self.parameters]
+        self._flags = [*map(_FLAG, self.parameters)]
         self.has_sync_batchnorm = any(isinstance(m, nn.SyncBatchNorm) for model in models for m in model.modules())
 
     def _set_engines(self, engines: Sequence[Any], bystanders: Bystanders, sync: str) -> None:
@@ -116,7 +117,7 @@ class Team:
 
     def check_trainable(self, name: str) -> None:
         """Raise if `requires_grad` of a parameter has changed since the window was opened; cheap, for each call."""
-        if [p.requires_grad for p in self.parameters] != self._flags:
+        if [*map(_FLAG, self.parameters)] != self._flags:
             changed = sum(p.requires_grad != flag for p, flag in zip(self.parameters, self._flags, strict=True))
             raise GradSyncError(_CHANGED.format(name=name, what=f"requires_grad of {changed} parameters is another"))
 
@@ -159,6 +160,8 @@ class Team:
             if id(parameter) not in covered:
                 parameter.grad = gradient
 
+
+_FLAG = attrgetter("requires_grad")  # for `map`, which is three times as fast as a comprehension
 
 _CHANGED = (
     "The participants of {name} must stay the same within a window, but they changed in the middle of one: {what}. "

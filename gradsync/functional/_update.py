@@ -12,7 +12,7 @@ from gradsync.functional._backward import named_range
 from gradsync.functional._gradients import all_finite, clip, discard, known_spread, normalise
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
     from torch.amp import GradScaler
@@ -74,7 +74,7 @@ def step_optimizers(
 ) -> Update:
     """The first half of `update`, up to the optimizers' step. The gradients are kept."""
     with named_range("gradsync.update"):
-        parameters = list(owned(optimizers))
+        parameters = owned(optimizers)
         if scaler is not None and scaler.is_enabled():
             _ensure_scale(scaler, parameters, spread)
             for optimizer in optimizers:
@@ -144,15 +144,10 @@ def refuse_nonfinite(made: Update, nonfinite: NonFinite) -> None:
         )
 
 
-def owned(optimizers: Sequence[Optimizer]) -> Iterator[nn.Parameter]:
+def owned(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     """The parameters of the optimizers, each once."""
-    seen: set[int] = set()
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+    found = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
+    return found if len(found) == 1 else list({id(parameter): parameter for parameter in found}.values())
 
 
 def bare_optimizer(optimizer: Any) -> Any:
