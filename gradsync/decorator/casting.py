@@ -1,4 +1,4 @@
-"""Who takes part in a call: its models, optimizers, schedulers and scaler, found by type or named by keyword."""
+"""Finds the participants of a call (models, optimizers, schedulers, scaler), by type or by keyword."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Naming: TypeAlias = "Any | Callable[..., Any] | None"
-"""An object, a tuple of objects, or a function of the call's arguments; None to look among those by type."""
+"""An object, a tuple of objects, or a function of the call's arguments; None to search the arguments by type."""
 
 
 class Cast(NamedTuple):
@@ -105,7 +105,7 @@ _DATA = {torch.Tensor, int, float, bool, str, type(None)}  # nothing is hidden i
 
 
 def cast_of(participants: Sequence[Any]) -> Cast:
-    """The participants by what they are."""
+    """The participants, sorted by kind."""
     # What does not show what it is was named, as a scheduler: one that is made otherwise than any that we know.
     kinds = [(one, kind_of(one) or "scheduler") for one in participants]
     models, optimizers, schedulers, scalers = (
@@ -137,7 +137,7 @@ def check_cast(cast: Cast, name: str, came: Sequence[object], *, is_method: bool
 
 
 def _named(naming: Naming, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    # A module is callable too, and meant as itself.
+    # A module is callable too, but is not a function of the arguments.
     named = naming(*args, **kwargs) if callable(naming) and not _fits(naming, kind) else naming
     several = list(named) if isinstance(named, tuple | list) else [named]
     for one in several:

@@ -1,4 +1,4 @@
-"""What keeps a window from being spoiled unseen: watches over gradients, steps and forwards."""
+"""Watches that raise if the user's code changes gradients or steps the optimizer in the middle of a window."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GradientWatch:
         self._left: tuple[list[torch.Tensor | None], list[int]] | None = None
 
     def begin(self, name: str, team: Team) -> None:
-        """A window opens; the first of a team must find no gradients."""
+        """Called when a window opens. The first window of a team must find no gradients."""
         if team is self._team:
             return
         self._watch(team)
@@ -49,17 +49,17 @@ class GradientWatch:
             )
 
     def remember(self) -> None:
-        """A micro-batch has ended."""
+        """Called after a micro-batch."""
         gradients = [parameter.grad for parameter in self._watched]
         self._left = gradients, list(map(_version, gradients))
 
     def resume(self, team: Team) -> None:
-        """A window has been loaded, with its gradients."""
+        """Called after a window was loaded with its gradients."""
         self._watch(team)
         self.remember()
 
     def forget(self) -> None:
-        """The gradients are gone, as they should be."""
+        """Called after the gradients were cleared."""
         self._left = None
 
     def check(self, name: str, index: int) -> None:
@@ -97,18 +97,18 @@ def _version(gradient: torch.Tensor | None) -> int:
 
 
 class Guarded(Protocol):
-    """Whose optimizer a `StepGuard` watches."""
+    """What a `StepGuard` asks."""
 
     name: str
 
     @property
     def guarded(self) -> bool:
-        """Whether a step of somebody else's would do harm now."""
+        """Whether a step by the user would be wrong now."""
         ...
 
 
 class StepGuard:
-    """An optimizer's step pre-hook: nobody else may step it in the middle of a window."""
+    """An optimizer's step pre-hook: raises if the user steps it in the middle of a window."""
 
     __slots__ = ("_call",)
 
@@ -116,7 +116,7 @@ class StepGuard:
         self._call = weakref.ref(call)
 
     def __call__(self, *_: object) -> None:
-        """An optimizer is about to step."""
+        """Called before the optimizer steps."""
         call = self._call()
         if call is not None and call.guarded:
             raise GradSyncError(
@@ -126,16 +126,16 @@ class StepGuard:
 
 
 class ForwardWatch:
-    """Context manager: true once a forward of one of these models, or of a module in them, has begun."""
+    """Context manager: true after a forward of these models, or of a module in them, has begun."""
 
     def __init__(self, models: Iterable[nn.Module], begin: Callable[[], None]) -> None:
-        """`begin` is called when the first of them begins."""
+        """`begin` is called when the first forward begins."""
         self._ids = {id(module) for model in models for module in model.modules()}
         self._begin = begin
         self._began = False
 
     def __enter__(self) -> None:
-        # torch's hook for all modules: a body may call any of them.
+        # torch's hook for all modules, because a body may call any of them.
         self._hook = register_module_forward_pre_hook(self._see) if self._ids else None
 
     def __exit__(self, *_: object) -> None:
@@ -152,7 +152,7 @@ class ForwardWatch:
 
 
 def check_first(runs: Sequence[bool], name: str) -> None:
-    """Raise if a rank dropped the very first micro-batch, where it would have to repeat one that it ran."""
+    """Raise if a rank dropped its very first micro-batch, and so has none to repeat."""
     cannot = ", ".join(str(rank) for rank, one in enumerate(runs) if not one)
     if cannot:
         raise GradSyncError(

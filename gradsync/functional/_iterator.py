@@ -162,7 +162,7 @@ class _Turn:
         self._is_held = False
         self._hooks: Sequence[Any] = ()
         self._hold: AbstractContextManager[Any] = NO_RANGE
-        self._watch = register_optimizer_step_pre_hook(self._check_step)  # torch's hook for all optimizers
+        self._watch = register_optimizer_step_pre_hook(self._check_step)  # for all optimizers
 
     def end(self) -> None:
         """Called after the loop."""

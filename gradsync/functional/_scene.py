@@ -43,9 +43,9 @@ class Scene:
     owned: Sequence[nn.Parameter]
     roots: Sequence[int]  # the ids of the models,
     modules: Sequence[_Module]  # and all modules in them
-    wrappers: Sequence[int]  # the ids of modules that engines are made for: as many, at the same places
-    kinds: Mapping[type, bool]  # the classes of all modules, and whether an engine is made for these
-    world: object  # the default process group, if there is one of several ranks
+    wrappers: Sequence[int]  # places and ids of the modules that an engine is made for
+    kinds: Mapping[type, bool]  # the classes of all modules, and whether an engine is made for each
+    world: object  # the default process group, if it has several ranks
 
     @classmethod
     def of(

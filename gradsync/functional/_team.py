@@ -84,7 +84,7 @@ class Team:
         self.forward_communicates = any(communicates) or bystanders.forward_communicates
         # Whether the ranks take each micro-batch together, for their forwards wait for each other.
         self.in_step = self.forward_communicates and self.num_ranks > 1
-        # Plain gradients that are spread over ranks, by their parameters' ids: norms are over all of their pieces.
+        # The ranks over which plain gradients lie in pieces, by the id of the parameter: norms take all pieces.
         pieces = [engine for engine in engines if engine.shard_group]
         self.spread: Mapping[int, Any] = {id(p): engine.shard_group for engine in pieces for p in engine.parameters}
         inside = {id(p) for engine in engines if engine.holds_inside for p in engine.parameters}

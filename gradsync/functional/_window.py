@@ -83,7 +83,7 @@ class Window:
         self.losses.append(tensor.detach().clone())  # a copy: the caller may write to the loss that it gets back
 
     def fail(self, error: BaseException) -> None:
-        """A backward failed that is skipped: all ranks must drop this window, as they learn when it closes."""
+        """A backward failed with an exception in `skip`: all ranks drop this window, as the table tells them."""
         if self.team.forward_communicates or is_misuse(error) or is_lost(error):
             raise error
         self.num_dropped += 1
