@@ -41,7 +41,7 @@ class Casting:
     _classes: dict[type, bool | None] = field(default_factory=dict, repr=False, compare=False)
 
     def participants(self, instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Everything that takes part in the call with these arguments, in a fixed order, for a quick comparison.
+        """All participants of a call with these arguments, in a fixed order, for a quick comparison.
 
         The instance of a method may be a model; a trainer that has a `step` and optimizers is no scheduler.
         """
@@ -101,12 +101,12 @@ class Casting:
 
 
 _KINDS = ("model", "optimizer", "scheduler", "scaler")
-_DATA = {torch.Tensor, int, float, bool, str, type(None)}  # nothing is hidden in these
+_DATA = {torch.Tensor, int, float, bool, str, type(None)}  # types that are not searched
 
 
 def cast_of(participants: Sequence[Any]) -> Cast:
     """The participants, sorted by kind."""
-    # What does not show what it is was named, as a scheduler: one that is made otherwise than any that we know.
+    # An object of no known kind was named by the keyword `scheduler`.
     kinds = [(one, kind_of(one) or "scheduler") for one in participants]
     models, optimizers, schedulers, scalers = (
         tuple({id(one): one for one, own in kinds if own == kind}.values()) for kind in _KINDS
@@ -117,7 +117,7 @@ def cast_of(participants: Sequence[Any]) -> Cast:
 
 
 def check_cast(cast: Cast, name: str, came: Sequence[object], *, is_method: bool) -> None:
-    """Raise unless there is a model and an optimizer, and these are what schedulers move; `came` are the arguments."""
+    """Raise unless there is a model and an optimizer, and schedulers move these optimizers. `came`: the arguments."""
     for several, what in ((cast.models, "model"), (cast.optimizers, "optimizer")):
         if not several:
             how = f"lambda self, *_: self.{what}" if is_method else what
@@ -151,6 +151,6 @@ def _named(naming: Naming, kind: str, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _fits(one: object, kind: str) -> bool:
-    """Whether it can be what it is named as. What is named as a scheduler need not show what it moves."""
+    """Whether an object that a keyword names is of that kind; a scheduler need only have a `step`."""
     own = kind_of(one)
     return own == kind or (own is None and kind == "scheduler" and callable(getattr(one, "step", None)))

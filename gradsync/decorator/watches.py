@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GradientWatch:
-    """Watches the gradients of what the optimizers step: it tells whether somebody else touched them.
+    """Watches the gradients that the optimizers step, to notice whether other code has changed them.
 
     A body may run backward on one layer alone, or clip it: each gradient is looked at, a fifth of a us for each call.
     """
@@ -30,7 +30,7 @@ class GradientWatch:
     def __init__(self) -> None:
         self._team: Team | None = None
         self._watched: Sequence[nn.Parameter] = ()
-        # As the last micro-batch left them, and how often each had been written to; None where nothing is accumulated.
+        # Each gradient after the last micro-batch, with its version; None if nothing is accumulated.
         self._left: tuple[list[torch.Tensor | None], list[int]] | None = None
 
     def begin(self, name: str, team: Team) -> None:
@@ -68,7 +68,7 @@ class GradientWatch:
         vanished = False
         if self._left is None:
             changed = any(gradient is not None for gradient in now)
-            if self._team is not None and not now and not index:  # its engines keep them inside
+            if self._team is not None and not now and not index:  # the engines keep all gradients inside
                 changed = any(self._team.gradients_left())
         else:
             before, versions = self._left
@@ -87,7 +87,7 @@ class GradientWatch:
             )
 
     def _watch(self, team: Team) -> None:
-        unowned = set(map(id, team.unowned))  # of models, but of nobody's optimizer here
+        unowned = set(map(id, team.unowned))  # parameters of the models that no optimizer of the call has
         self._team, self._left = team, None
         self._watched = [parameter for parameter in team.watchable if id(parameter) not in unowned]
 

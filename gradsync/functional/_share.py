@@ -124,7 +124,7 @@ class Closing:
 
 
 def _summed(loss: float | torch.Tensor | Sequence[torch.Tensor]) -> float | torch.Tensor:
-    """Losses are added up where somebody asks, which in most windows nobody does."""
+    """The losses are added up when this is read, which most windows never are."""
     if isinstance(loss, float | torch.Tensor):
         return loss
     return torch.stack([one.reshape(()) for one in loss]).sum() if loss else 0.0

@@ -82,7 +82,7 @@ class Team:
         self.twins = [group for engine in engines for group in engine.twins]
         self.hold = Hold([*engines, bystanders] if bystanders else engines, sync)
         self.forward_communicates = any(communicates) or bystanders.forward_communicates
-        # Whether the ranks take each micro-batch together, for their forwards wait for each other.
+        # Whether the ranks must run each micro-batch together, because their forwards wait for each other.
         self.in_step = self.forward_communicates and self.num_ranks > 1
         # The ranks over which plain gradients lie in pieces, by the id of the parameter: norms take all pieces.
         pieces = [engine for engine in engines if engine.shard_group]

@@ -49,7 +49,7 @@ class Window:
         self.team = team
         self.number = number
         self.size = size
-        self.sizes: Sent | None = None  # of all ranks' windows, as they were asked; None where that need not be known
+        self.sizes: Sent | None = None  # the sizes of all ranks' windows, if the ranks were asked
         self.active = [engine for engine in team.engines if engine.trainable()]
         self.index = 0
         self.num_own = 0  # calls of this rank, without replays
