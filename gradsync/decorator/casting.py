@@ -1,4 +1,4 @@
-"""Who takes part in a call: its models, optimizers, schedulers and scaler, found by type or named by keyword."""
+"""Finds the participants of a call (models, optimizers, schedulers, scaler), by type or by keyword."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Naming: TypeAlias = "Any | Callable[..., Any] | None"
-"""An object, a tuple of objects, or a function of the call's arguments; None to look among those by type."""
+"""An object, a tuple of objects, or a function of the call's arguments; None to search the arguments by type."""
 
 
 class Cast(NamedTuple):
@@ -42,7 +42,7 @@ class Casting:
     _classes: dict[type, bool | None] = field(default_factory=dict, repr=False, compare=False)
 
     def participants(self, instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Everything that takes part in the call with these arguments, in a fixed order, for a quick comparison.
+        """All participants of a call with these arguments, in a fixed order, for a quick comparison.
 
         The instance of a method may be a model; a trainer that has a `step` and optimizers is no scheduler.
         """
@@ -107,12 +107,12 @@ class Casting:
 
 
 _KINDS = ("model", "optimizer", "scheduler", "scaler")
-_DATA = {torch.Tensor, int, float, bool, str, type(None)}  # nothing is hidden in these
+_DATA = {torch.Tensor, int, float, bool, str, type(None)}  # types that are not searched
 
 
 def cast_of(participants: Sequence[Any]) -> Cast:
-    """The participants by what they are."""
-    # What does not show what it is was named, as a scheduler: one that is made otherwise than any that we know.
+    """The participants, sorted by kind."""
+    # An object of no known kind was named by the keyword `scheduler`.
     kinds = [(one, kind_of(one) or "scheduler") for one in participants]
     models, optimizers, schedulers, scalers = (
         tuple({id(one): one for one, own in kinds if own == kind}.values()) for kind in _KINDS
@@ -123,7 +123,7 @@ def cast_of(participants: Sequence[Any]) -> Cast:
 
 
 def check_cast(cast: Cast, name: str, came: Sequence[object], *, is_method: bool) -> None:
-    """Raise unless there is a model and an optimizer, and these are what schedulers move; `came` are the arguments."""
+    """Raise unless there is a model and an optimizer, and schedulers move these optimizers. `came`: the arguments."""
     for several, what in ((cast.models, "model"), (cast.optimizers, "optimizer")):
         if not several:
             how = f"lambda self, *_: self.{what}" if is_method else what
@@ -154,7 +154,7 @@ def _refuse_hidden_engine(model: nn.Module, container: object, name: str) -> Non
 
 
 def _named(naming: Naming, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    # A module is callable too, and meant as itself.
+    # A module is callable too, but is not a function of the arguments.
     named = naming(*args, **kwargs) if callable(naming) and not _fits(naming, kind) else naming
     several = list(named) if isinstance(named, tuple | list) else [named]
     for one in several:
@@ -168,6 +168,6 @@ def _named(naming: Naming, kind: str, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _fits(one: object, kind: str) -> bool:
-    """Whether it can be what it is named as. What is named as a scheduler need not show what it moves."""
+    """Whether an object that a keyword names is of that kind; a scheduler need only have a `step`."""
     own = kind_of(one)
     return own == kind or (own is None and kind == "scheduler" and callable(getattr(one, "step", None)))

@@ -1,4 +1,4 @@
-"""Which objects are models, optimizers, schedulers and scalers, and which optimizers a scheduler moves."""
+"""Tells models, optimizers, schedulers and scalers apart, and finds the optimizers that a scheduler moves."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_LOOKED_THROUGH = 64  # items of a sequence among the arguments, for participants that are hidden in it: more is data
+_LOOKED_THROUGH = 64  # a sequence among the arguments is searched up to this length; a longer sequence is data
 _BY_CLASS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 
 
 def kind_of(one: object) -> str | None:
-    """What takes part as what. A scheduler is whatever has a `step` and the optimizer that it moves."""
+    """As what an object takes part; None if it does not. A scheduler has a `step` and the optimizer that it moves."""
     if isinstance(one, nn.Module):
         return "model"
     if isinstance(one, Optimizer):
@@ -31,7 +31,7 @@ def kind_of(one: object) -> str | None:
 
 
 def kind_of_class(one: type) -> bool | None:
-    """Whether the objects of a class take part, as far as it tells; None where each must be looked at."""
+    """Whether objects of this class take part; None if the class does not tell."""
     if issubclass(one, _BY_CLASS):
         return True
     if callable(getattr(one, "step", None)) or (one.__dictoffset__ and not issubclass(one, torch.Tensor)):
@@ -40,7 +40,7 @@ def kind_of_class(one: type) -> bool | None:
 
 
 def moved_by(scheduler: object) -> list[Optimizer]:
-    """The optimizers that can be seen in a scheduler."""
+    """The optimizers that are attributes of a scheduler."""
     found: list[Optimizer] = []
     for one in _held_by(scheduler):
         if isinstance(one, Optimizer):
@@ -51,7 +51,7 @@ def moved_by(scheduler: object) -> list[Optimizer]:
 
 
 def cores(optimizers: Iterable[object]) -> set[int]:
-    """The ids of optimizers, and of those that they are wrapped around."""
+    """The ids of optimizers and of the optimizers inside them."""
     found: set[int] = set()
     todo = list(optimizers)
     while todo:
@@ -63,7 +63,7 @@ def cores(optimizers: Iterable[object]) -> set[int]:
 
 
 def inside(container: object, seen: set[int] | None = None) -> Iterator[object]:
-    """What is in a container among the arguments, and in those in it; a long sequence is data."""
+    """The items of a container, nested ones too. A long sequence is data, and not searched."""
     seen = set() if seen is None else seen
     items = _items(container)
     if items is None or id(container) in seen:
@@ -77,7 +77,7 @@ def inside(container: object, seen: set[int] | None = None) -> Iterator[object]:
 
 
 def _items(container: object) -> list[Any] | None:
-    """What a container has; None for what is none."""
+    """The items of a container; None if the object is no container."""
     if isinstance(container, dict | UserDict | MappingProxyType):
         return list(container.values())
     if isinstance(container, tuple | list | set | frozenset | deque):
@@ -90,7 +90,7 @@ def _items(container: object) -> list[Any] | None:
 
 
 def _moves(one: object) -> bool:
-    """Whether it has a step and an optimizer, as timm's and Accelerate's schedulers have, and is no trainer."""
+    """Whether it has a step and an optimizer (schedulers of timm, Accelerate), and no model (a trainer)."""
     if isinstance(one, type) or not _has_step(one):
         return False
     held = _held_by(one)
@@ -104,7 +104,7 @@ def _has_step(one: object) -> bool:
 
 
 def _held_by(one: object) -> list[Any]:
-    """The values of its attributes, and what is in those that are containers."""
+    """The values of an object's attributes, and the items of those that are containers."""
     names = [name for kind in type(one).__mro__ for name in _names(kind.__dict__.get("__slots__", ()))]
     slots = [getattr(one, name, None) for name in names if name not in {"__dict__", "__weakref__"}]
     held = []

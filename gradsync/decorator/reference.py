@@ -1,4 +1,4 @@
-"""Ways to the user's objects that do not keep them alive."""
+"""References to the user's objects that do not keep them alive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def reference(one: Any) -> Callable[[], Any]:
-    """A way to an object that does not keep it alive, where it can be referenced so."""
+    """A function that returns the object, and does not keep it alive if it can be referenced weakly."""
     if one is None:
         return lambda: None
     try:

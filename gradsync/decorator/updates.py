@@ -35,7 +35,7 @@ class Updates:
         self._watch = watch
         self._schedulers: list[Callable[[], Any]] = []
         self._scaler: weakref.ref[GradScaler] | None = None
-        self._making = NO_UPDATE  # what has become of the update that is being made
+        self._making = NO_UPDATE  # the outcome of the current update
 
     def bind(self, cast: Cast) -> None:
         """Take note of a call's schedulers and scaler."""
@@ -120,7 +120,7 @@ class Updates:
         self.record.tell()
 
     def note_failed(self, closed: ClosedLosses) -> None:
-        """An error has ended such an update: in its step, or after it, in a scheduler's."""
+        """An error ended the update, in the optimizer's step or in a scheduler's step after it."""
         self.record.note(self._making, closed)
 
     def _clear(self, team: Team) -> None:

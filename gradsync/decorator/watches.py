@@ -1,4 +1,4 @@
-"""What keeps a window from being spoiled unseen: watches over gradients, steps and forwards."""
+"""Watches that raise if the user's code changes gradients or steps the optimizer in the middle of a window."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GRADIENT = attrgetter("grad")
 
 
 class GradientWatch:
-    """Watches the gradients of what the optimizers step: it tells whether somebody else touched them.
+    """Watches the gradients that the optimizers step, to notice whether other code has changed them.
 
     A body may run backward on one layer alone, or clip it: each gradient is looked at, a fifth of a us for each call.
     """
@@ -36,11 +36,11 @@ class GradientWatch:
     def __init__(self) -> None:
         self._team: Team | None = None
         self._watched: Sequence[nn.Parameter] = ()
-        # As the last micro-batch left them, and how often each had been written to; None where nothing is accumulated.
+        # Each gradient after the last micro-batch, with its version; None if nothing is accumulated.
         self._left: tuple[list[torch.Tensor | None], list[int]] | None = None
 
     def begin(self, name: str, team: Team) -> None:
-        """A window opens; the first of a team must find no gradients."""
+        """Called when a window opens. The first window of a team must find no gradients."""
         if team is self._team:
             return
         self._watch(team)
@@ -55,17 +55,17 @@ class GradientWatch:
             )
 
     def remember(self) -> None:
-        """A micro-batch has ended."""
+        """Called after a micro-batch."""
         gradients = [*map(_GRADIENT, self._watched)]
         self._left = gradients, [gradient._version for gradient in gradients if gradient is not None]
 
     def resume(self, team: Team) -> None:
-        """A window has been loaded, with its gradients."""
+        """Called after a window was loaded with its gradients."""
         self._watch(team)
         self.remember()
 
     def forget(self) -> None:
-        """The gradients are gone, as they should be."""
+        """Called after the gradients were cleared."""
         self._left = None
 
     def check(self, name: str, index: int) -> None:
@@ -74,7 +74,7 @@ class GradientWatch:
         vanished = False
         if self._left is None:
             changed = any(gradient is not None for gradient in now)
-            if self._team is not None and not now and not index:  # its engines keep them inside
+            if self._team is not None and not now and not index:  # the engines keep all gradients inside
                 changed = any(self._team.gradients_left())
         else:
             before, versions = self._left
@@ -93,19 +93,19 @@ class GradientWatch:
             )
 
     def _watch(self, team: Team) -> None:
-        unowned = set(map(id, team.unowned))  # of models, but of nobody's optimizer here
+        unowned = set(map(id, team.unowned))  # parameters of the models that no optimizer of the call has
         self._team, self._left = team, None
         self._watched = [parameter for parameter in team.watchable if id(parameter) not in unowned]
 
 
 class Guarded(Protocol):
-    """Whose optimizer a `StepGuard` watches."""
+    """What a `StepGuard` asks."""
 
     name: str
 
     @property
     def guarded(self) -> bool:
-        """Whether a step of somebody else's would do harm now."""
+        """Whether a step by the user would be wrong now."""
         ...
 
     def has_some_of(self, optimizer: Optimizer) -> bool:
@@ -114,9 +114,9 @@ class Guarded(Protocol):
 
 
 class StepGuard:
-    """A step pre-hook of all optimizers: nobody may step parameters of the call's in the middle of a window.
+    """A step pre-hook of all optimizers: raises if the user steps a call's parameters in the middle of a window.
 
-    Of all: one that was made anew, or that steps in the backward, is none of the call's.
+    Of all, because an optimizer that was made anew, or that steps in the backward, is none of the call's.
     """
 
     __slots__ = ("_call",)
@@ -125,7 +125,7 @@ class StepGuard:
         self._call = weakref.ref(call)
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
-        """An optimizer is about to step."""
+        """Called before the optimizer steps."""
         call = self._call()
         if call is not None and call.guarded and get_ident() not in STEPPING and call.has_some_of(optimizer):
             raise GradSyncError(
@@ -136,16 +136,16 @@ class StepGuard:
 
 
 class ForwardWatch:
-    """Context manager: true once a forward of one of these models, or of a module in them, has begun."""
+    """Context manager: true after a forward of these models, or of a module in them, has begun."""
 
     def __init__(self, models: Iterable[nn.Module], begin: Callable[[], None]) -> None:
-        """`begin` is called when the first of them begins."""
+        """`begin` is called when the first forward begins."""
         self._ids = {id(module) for model in models for module in model.modules()}
         self._begin = begin
         self._began = False
 
     def __enter__(self) -> None:
-        # torch's hook for all modules: a body may call any of them.
+        # torch's hook for all modules, because a body may call any of them.
         self._hook = register_module_forward_pre_hook(self._see) if self._ids else None
 
     def __exit__(self, *_: object) -> None:
@@ -162,7 +162,7 @@ class ForwardWatch:
 
 
 def check_first(runs: Sequence[bool], name: str) -> None:
-    """Raise if a rank dropped the very first micro-batch, where it would have to repeat one that it ran."""
+    """Raise if a rank dropped its very first micro-batch, and so has none to repeat."""
     cannot = ", ".join(str(rank) for rank, one in enumerate(runs) if not one)
     if cannot:
         raise GradSyncError(

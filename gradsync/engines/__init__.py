@@ -1,4 +1,4 @@
-"""One file an engine, behind one protocol. Nothing in here knows of windows' numbers, losses or optimizers."""
+"""One file for each engine, with the same protocol. Engines know nothing of losses, counts or optimizers."""
 
 from gradsync.engines._find import (
     attach,

@@ -72,7 +72,7 @@ def backward(
         else:
             _insist(run, loss if seed is None else loss * seed)
     except BaseException as error:
-        if order is not HELD and not is_lost(error):  # else nobody is there to complete anything with
+        if order is not HELD and not is_lost(error):  # a lost rank completes nothing
             order.abort()
         raise
     if order is not HELD:

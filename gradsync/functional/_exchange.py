@@ -48,7 +48,7 @@ class Lane(Exchange, Protocol):
     """The exchange of one run in a loop."""
 
     def enter(self) -> bool:
-        """A call begins, and opens a window if none is open; returns whether it is the last of all."""
+        """Called when a call begins. Opens a window if none is open; returns whether the call is the last one."""
         ...
 
 
@@ -108,7 +108,7 @@ class Counted:
 
 
 def compare_sizes(window: Window) -> None:
-    """Raise, before a window's first backward, if the ranks' windows differ in length: so far all did the same.
+    """Before a window's first backward, raise if the ranks' windows differ in length.
 
     The ranks were asked as it opened. The answer is read now, when the device has a forward to be busy with.
     """

@@ -293,7 +293,7 @@ class _Turn:
         self._plain = None
         if not place.index:
             insist_on_none_inside(self._run.fit())
-        # A body is the same in each window. With step.backward, the boundaries of the first ones tell all.
+        # A body is the same in each window: if the first windows used step.backward, the rest will.
         if not self._explicit or (place.last and place.window < _NUM_LOOKED_AT):
             self._watch_plain()
         return () if place.part is Part.RUNS else (weightless(self._run.fit().leaves),)
@@ -323,7 +323,7 @@ class _Turn:
             )
 
     def _mixed(self, place: Place) -> GradSyncError:
-        """Both kinds of backward have come in a window."""
+        """Raise: `step.backward` and plain backwards came in the same window."""
         return GradSyncError(
             f"Every backward of a window runs through step.backward, once in each micro-step, or none does, but in "
             f"micro-step {place.index} of window {place.window} a plain backward of the same model came beside it. "

@@ -23,7 +23,7 @@ _Parameter = tuple[Any, ...]
 
 
 class _Module(NamedTuple):
-    """A module as it was found. Each of its children is remembered, too: while these live, no id is used again."""
+    """A module and its children. While these live, no id is used again."""
 
     ref: weakref.ref[nn.Module]
     kind: type
@@ -39,13 +39,13 @@ class Scene:
     """
 
     models: Sequence[_Parameter]
-    num_inside: int  # of these, the first so many are in a model
+    num_inside: int  # how many of these, from the first, are in a model
     owned: Sequence[nn.Parameter]
     roots: Sequence[int]  # the ids of the models,
     modules: Sequence[_Module]  # and all modules in them
-    wrappers: Sequence[int]  # the ids of modules that engines are made for: as many, at the same places
-    kinds: Mapping[type, bool]  # the classes of all modules, and whether an engine is made for these
-    world: object  # the default process group, if there is one of several ranks
+    wrappers: Sequence[int]  # places and ids of the modules that an engine is made for
+    kinds: Mapping[type, bool]  # the classes of all modules, and whether an engine is made for each
+    world: object  # the default process group, if it has several ranks
 
     @classmethod
     def of(
@@ -89,7 +89,7 @@ class Scene:
     def is_still(  # noqa: PLR0911 - quick: nothing is looked at after the first difference
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], trained: frozenset[int] | None = None
     ) -> bool:
-        """Whether nothing at all has changed, which is quick to tell; `is_like` forgives what matters to no engine."""
+        """Whether nothing at all has changed (quick). `is_like` ignores changes that no engine minds."""
         if self.roots != [*map(id, models)]:
             return False
         mine = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]

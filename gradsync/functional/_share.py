@@ -31,13 +31,13 @@ class Share:
     num_calls: float = 0.0  # dropped ones included
     size: float = 0.0  # of the window as planned; 0 on a rank that has not opened it
     kind: float = NOTHING
-    count: float | torch.Tensor = 0.0  # what its LossSums were sums over
+    count: float | torch.Tensor = 0.0  # the sum of the counts of its LossSums
     loss: float | torch.Tensor | Sequence[torch.Tensor] = 0.0  # the sum of its losses, or those to be summed
-    failed: float | torch.Tensor = 0.0  # whether a backward failed, so that all ranks must drop the window
-    closing: float = NOBODY  # which of its loop's windows it must close
-    open: float = NOBODY  # the first of its loop's windows that is open here
-    left: float = 0.0  # items still to come; inf where that is not known
-    once: float = 0.0  # whether its loop has been seen to call once an item
+    failed: float | torch.Tensor = 0.0  # 1 if a backward failed: all ranks drop the window
+    closing: float = NOBODY  # the key of the run whose window it closes
+    open: float = NOBODY  # the key of the first run of the loop with an open window here
+    left: float = 0.0  # items still to come; inf if unknown
+    once: float = 0.0  # 1 if its loop has called once for each item so far
 
     def row(self) -> list[float | torch.Tensor]:
         """Its numbers, in order."""
@@ -124,7 +124,7 @@ class Closing:
 
 
 def _summed(loss: float | torch.Tensor | Sequence[torch.Tensor]) -> float | torch.Tensor:
-    """Losses are added up where somebody asks, which in most windows nobody does."""
+    """The losses are added up when this is read, which most windows never are."""
     if isinstance(loss, float | torch.Tensor):
         return loss
     return torch.stack([one.reshape(()) for one in loss]).sum() if loss else 0.0

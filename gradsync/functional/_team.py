@@ -83,9 +83,9 @@ class Team:
         self.twins = [group for engine in engines for group in engine.twins]
         self.hold = Hold([*engines, bystanders] if bystanders else engines, sync)
         self.forward_communicates = any(communicates) or bystanders.forward_communicates
-        # Whether the ranks take each micro-batch together, for their forwards wait for each other.
+        # Whether the ranks must run each micro-batch together, because their forwards wait for each other.
         self.in_step = self.forward_communicates and self.num_ranks > 1
-        # Plain gradients that are spread over ranks, by their parameters' ids: norms are over all of their pieces.
+        # The ranks over which plain gradients lie in pieces, by the id of the parameter: norms take all pieces.
         pieces = [engine for engine in engines if engine.shard_group]
         self.spread: Mapping[int, Any] = {id(p): engine.shard_group for engine in pieces for p in engine.parameters}
         inside = {id(p) for engine in engines if engine.holds_inside for p in engine.parameters}

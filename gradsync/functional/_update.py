@@ -86,7 +86,7 @@ def step_optimizers(
 
 
 def move(schedulers: Iterable[Any], optimizers: Sequence[Optimizer]) -> None:
-    """The schedulers' step, which comes once an update; raises for one that steps the optimizers as well."""
+    """Step the schedulers, once an update. Raise for a scheduler that steps the optimizers as well."""
     for scheduler in schedulers:
         if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             scheduler.step()
@@ -105,7 +105,7 @@ def _move_other(scheduler: Any) -> None:
 
 
 class _Unstepped:
-    """Context manager: these optimizers have made their step, and another one by a scheduler is an error."""
+    """Context manager: these optimizers have stepped; a second step, by a scheduler, is an error."""
 
     def __init__(self, scheduler: object, optimizers: Sequence[Optimizer]) -> None:
         self._name = type(scheduler).__name__
@@ -130,7 +130,7 @@ def zero(optimizers: Iterable[Optimizer]) -> None:
     """Set the gradients to None."""
     for optimizer in map(bare_optimizer, optimizers):
         if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
-            discard(owned([optimizer]))  # what torch's own does, without its entries for the profiler, which cost more
+            discard(owned([optimizer]))  # like torch's zero_grad, without its profiler entries, which cost more
         else:
             optimizer.zero_grad(set_to_none=True)
 
@@ -181,7 +181,7 @@ def counts_updates(scheduler: Any) -> bool:
 
 
 def _needed(one: Any) -> str | None:
-    """The first argument that its `step` cannot do without."""
+    """The name of the first argument of `step` without a default."""
     kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
     # That of the class: a scheduler of torch's puts a wrapper on its optimizer.
     method = getattr(type(one), "step", None)

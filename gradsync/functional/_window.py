@@ -49,7 +49,7 @@ class Window:
         self.team = team
         self.number = number
         self.size = size
-        self.sizes: Sent | None = None  # of all ranks' windows, as they were asked; None where that need not be known
+        self.sizes: Sent | None = None  # the sizes of all ranks' windows, if the ranks were asked
         self.active = [engine for engine in team.engines if engine.trainable()]
         self.index = 0
         self.num_own = 0  # calls of this rank, without replays
@@ -83,7 +83,7 @@ class Window:
         self.losses.append(tensor.detach().clone())  # a copy: the caller may write to the loss that it gets back
 
     def fail(self, error: BaseException) -> None:
-        """A backward failed that is skipped: all ranks must drop this window, as they learn when it closes."""
+        """A backward failed with an exception in `skip`: all ranks drop this window, as the table tells them."""
         if self.team.forward_communicates or is_misuse(error) or is_lost(error):
             raise error
         self.num_dropped += 1
