@@ -9,11 +9,15 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 import gradsync
+from gradsync.ranks.group import timeout_of
 from tests.device import job
 from tests.launch import jobs
 from tests.support.ranks import PATIENCE
@@ -114,6 +118,12 @@ def test_on_a_device_the_backend_is_the_device_s_own_and_ddp_has_its_number():
             "timeout 77.5",
             "initialised afterwards: False",
         ]
+
+
+def test_a_backend_that_tells_no_timeout_has_torch_s_own():
+    """One of somebody else's, which has no options."""
+    group = SimpleNamespace(_device_types=[torch.device("cpu")], _get_backend=lambda device: object())
+    assert timeout_of(group) == default_pg_timeout.total_seconds()
 
 
 # -- a rank that leaves -----------------------------------------------------------------------------------------------
