@@ -44,6 +44,7 @@ class Loop:
         self.kept: dict[Run, Any] = {}  # what the last calls are made of, alive as long as the loop is
         self._talk = Talk(name, runs)
         self._in_step = InStep(self.data, self._talk)
+        self._is_as_long = True  # whether all ranks are known to have as many items
         self._told_end: set[Run] = set()  # whose last window has closed, as the ranks know
 
     def lane(self, run: Run) -> _Lane:
@@ -95,6 +96,8 @@ class Loop:
         if self._talk.is_in_step:
             assert run.window is not None, "opened before"
             ends = self._in_step.ends(run, run.window)
+        elif ends and not self._is_as_long and len(self._talk.known) > 1:
+            return False  # ranks with more items may come to another window first: which is next, they tell in `rest`
         return ends and run.terms.tail != "carry"
 
     def plan(self, run: Run, window: Window) -> None:
@@ -200,6 +203,7 @@ class Loop:
             },
         )
         insist_on_windows([one["windows"] for one in said])
+        self._is_as_long = data.length is not None and all(one["items"] == data.length for one in said)
         talk.shares = [
             Share(
                 left=math.inf if one["left"] is None else one["left"],
