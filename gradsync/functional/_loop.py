@@ -44,6 +44,7 @@ class Loop:
         self.kept: dict[Run, Any] = {}  # keeps what a replay needs alive until the loop ends
         self._talk = Talk(name, runs)
         self._in_step = InStep(self.data, self._talk)
+        self._is_as_long = True  # whether all ranks are known to have as many items
         self._told_end: set[Run] = set()  # runs of which this rank has told the others that their last window closes
 
     def lane(self, run: Run) -> _Lane:
@@ -88,7 +89,11 @@ class Loop:
             talk.called.append(run)
             talk.check_keys()
         window = run.window or run.open(run.fit())
-        ends = self._in_step.ends(run, window) if talk.is_in_step else self.data.is_in_last_call(run)
+        if talk.is_in_step:
+            ends = self._in_step.ends(run, window)
+        else:
+            # Ranks with more items may come to another run's window first. They tell which one is next in `rest`.
+            ends = self.data.is_in_last_call(run) and (self._is_as_long or len(talk.known) <= 1)
         return ends and run.terms.tail != "carry"
 
     def plan(self, run: Run, window: Window) -> None:
@@ -194,6 +199,7 @@ class Loop:
             },
         )
         insist_on_windows([one["windows"] for one in said])
+        self._is_as_long = data.length is not None and all(one["items"] == data.length for one in said)
         talk.shares = [
             Share(
                 left=math.inf if one["left"] is None else one["left"],
