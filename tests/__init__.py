@@ -12,7 +12,8 @@
     comparison/   other tools, and the loop that everybody writes
     audit/, bench/, docs/, surface/, typing_/    what their names say
     measure/      scripts behind the README's figures; no tests
-    support/      what they share: ranks, models, the float64 reference, the comparator, engines, counters
+    support/      what they share: ranks, programs, models, the float64 reference, the comparator, engines, counters
 
 A test that needs ranks takes the `ranks` fixture: `ranks(2).run(case, *args)` runs a module-level function on two real ranks.
+One that needs a program of its own takes `programs`: `programs.run(file)` has its exit code, output and complaints.
 """
