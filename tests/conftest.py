@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -50,6 +51,10 @@ def pytest_collection_modifyitems(items):
         return next((place for place, first in enumerate(FIRST) if name.startswith(first)), len(FIRST))
 
     items.sort(key=place)  # stable
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what was imported is there for ever, and need not be looked through by each gc.collect()
 
 
 def pytest_sessionfinish():

@@ -248,11 +248,9 @@ class Run:
         order = self._order_of_held(window) if boundary is None else boundary.order()
 
         def finish() -> None:
-            if boundary is not None:
-                done(boundary.closing())
-            else:
+            if boundary is None:
                 window.index += 1
-                done(None)
+            done(None if boundary is None else boundary.closing())
 
         return Joined(order, reached, finish, None if boundary is None else boundary.complete_failed).over
 

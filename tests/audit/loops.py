@@ -11,7 +11,6 @@ import os
 import sys
 import traceback
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradsync._audit import audit, find, watch
 from gradsync._errors import GradSyncError
+from tests.support.ranks import GROUP_TIMEOUT
 
 STEPS, WINDOWS = 4, 3
 NUMEL = 66  # of `mlp()`
@@ -826,7 +826,7 @@ def main(rank, ranks, directory):
         init_method=f"file://{directory}/store{ranks}",
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=30),
+        timeout=GROUP_TIMEOUT,
     )
     results: dict[str, Any] = {}
     recorder = Recorder()

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,51 +19,36 @@ from gradsync._audit.counts import Counts, Stretch
 from gradsync._audit.report import AuditReport
 from gradsync._errors import GradSyncError
 from tests.audit import loops
+from tests.support.programs import Programs
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 120  # seconds for all loops of one number of ranks
 WINDOWS, BACKWARDS, NUMEL = 3, 12, 66
 PER_SYNC_SHARDED = 36 + 72  # elements of `shard()`'s two layers
 
 
-def run_ranks(ranks: int, directory: Path) -> list[dict[str, Any]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.audit.loops"]
-    logs = [directory / f"{ranks}-{rank}.log" for rank in range(ranks)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as out:
-            arguments = [*command, str(rank), str(ranks), str(directory)]
-            processes.append(subprocess.Popen(arguments, env=environment, stdout=out, stderr=subprocess.STDOUT))
-    try:
-        until = time.monotonic() + LIMIT
-        for process in processes:
-            process.wait(max(0.1, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        told = "\n".join(f"rank {rank}: {log.read_text()[-3000:]}" for rank, log in enumerate(logs))
-        pytest.fail(f"{ranks} ranks were not done after {LIMIT} s: a hang.\n{told}")
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+def run_ranks(programs: Programs, ranks: int, directory: Path) -> list[dict[str, Any]]:
+    running = [
+        programs.start("-m", "tests.audit.loops", str(rank), str(ranks), str(directory), limit=LIMIT)
+        for rank in range(ranks)
+    ]
     results = []
-    for rank, log in enumerate(logs):
+    for rank, program in enumerate(running):
+        _, printed, complaints = program.ended()
         written = directory / f"{ranks}-{rank}.json"
         if not written.exists():
-            pytest.fail(f"rank {rank} of {ranks} ended without a result: {log.read_text()[-3000:]}")
+            pytest.fail(f"rank {rank} of {ranks} ended without a result: {(printed + complaints)[-3000:]}")
         results.append(json.loads(written.read_text()))
     return results
 
 
 @pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory):
-    return run_ranks(2, tmp_path_factory.mktemp("audit2"))
+def two_ranks(programs, tmp_path_factory):
+    return run_ranks(programs, 2, tmp_path_factory.mktemp("audit2"))
 
 
 @pytest.fixture(scope="session")
-def four_ranks(tmp_path_factory):
-    return run_ranks(4, tmp_path_factory.mktemp("audit4"))
+def four_ranks(programs, tmp_path_factory):
+    return run_ranks(programs, 4, tmp_path_factory.mktemp("audit4"))
 
 
 def outcomes(ranks: list[dict[str, Any]], loop: Callable) -> list[SimpleNamespace]:

@@ -15,8 +15,11 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 
+from tests.support.ranks import PATIENCE
+
 TIMEOUT = 3.0  # seconds: the process group's
-SLACK = 4.0  # seconds that a busy machine may take beyond it
+SLACK = 4.0 * PATIENCE  # seconds that a busy machine may take beyond it
+START = timedelta(seconds=20 * PATIENCE)  # until all ranks are there
 
 
 class Play:
@@ -28,7 +31,7 @@ class Play:
     def __init__(self, case: Callable, size: int, dying: int, *args: object) -> None:
         self._title, self._dying = f"{case.__name__}{args}", dying
         self._folder = tempfile.TemporaryDirectory(prefix="gradsync-faults-")
-        self._end = time.monotonic() + 3 * TIMEOUT + 20
+        self._end = time.monotonic() + 3 * TIMEOUT + SLACK + START.total_seconds()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "gradsync", "tests.faults.cases"])
         self._ranks = []
@@ -74,6 +77,9 @@ def _serve(rank: int, size: int, init: str, case: Callable, dying: int, args: tu
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    meeting = dist.FileStore(f"{init.removeprefix('file://')}-meeting", size)
+    meeting.set(str(rank), "here")
+    meeting.wait([str(one) for one in range(size)], START)  # on a busy machine longer than the group's own time-out
     timeout = timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=timeout)
     scene = Scene(rank, dying)

@@ -6,6 +6,7 @@ Each case has a time limit: a hang ends the ranks and fails the test.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -90,6 +91,7 @@ def _serve(rank: int, size: int, init: str, pipe) -> None:
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what was imported is there for ever: collections pass it over, and its pages stay shared
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{init}", rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     while True:
