@@ -29,7 +29,7 @@ WRAPS = {"bare": None, "ddp": {}, "find_unused": {"find_unused_parameters": True
 DTYPES = ["bool", "uint8", "int16", "int64", "float16", "bfloat16", "float32", "float64", "number", "refilled"]
 MOST = {"bool": 1, "uint8": 250, "int16": 30000, "float16": 60000, "bfloat16": 256}
 SEEDING = Lock()  # torch's seed is everybody's
-IMPOSSIBLE = (AttributeError, IndexError, KeyError, TypeError)
+IMPOSSIBLE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 # -- edits that are not in tests/changes ------------------------------------------------------------------------------
