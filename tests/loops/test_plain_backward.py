@@ -337,3 +337,38 @@ def test_no_sync_on_a_bare_model(ranks, size):
     """Nothing would ever synchronise what it holds: an error on several ranks, nothing to do on one."""
     said = verdicts(ranks(size), no_sync_bare)
     exact(said) if size == 1 else refused(said, "ddp", "no_sync")
+
+
+def windows_of_one_on_fsdp1(kind: str):
+    """FSDP1 puts other storage behind its flat parameters in each forward: nobody may hold their nodes."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    home = FSDP(small_model(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer, twin = torch.optim.SGD(home.parameters(), lr=0.1), small_model()
+    by_hand = torch.optim.SGD(twin.parameters(), lr=0.1)
+
+    def run():
+        for step, x in sync_every(home, 1, [micro_batch(rank, i) for i in range(3)]):
+            loss = mean_loss(home, x)
+            loss.backward() if kind == "plain" else step.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            (sum(mean_loss(twin, micro_batch(r, step.window)) for r in range(size)) / size).backward()
+            by_hand.step()
+            by_hand.zero_grad()
+        with FSDP.summon_full_params(home):
+            for mine, right in zip(home.parameters(), twin.parameters()):
+                assert torch.allclose(mine, right, atol=1e-12), kind
+        if kind == "both":
+            for step, x in sync_every(home, 1, [micro_batch(rank, 0)]):
+                step.backward(mean_loss(home, x))
+                mean_loss(home, x).backward()
+
+    return verdict(run)
+
+
+def test_windows_of_one_micro_batch_on_fsdp1(ranks):
+    for kind in ("plain", "step"):
+        exact(verdicts(ranks(2), windows_of_one_on_fsdp1, kind))
+    refused(verdicts(ranks(2), windows_of_one_on_fsdp1, "both"), "plain backward", "once")

@@ -29,7 +29,7 @@ WRAPS = {"bare": None, "ddp": {}, "find_unused": {"find_unused_parameters": True
 DTYPES = ["bool", "uint8", "int16", "int64", "float16", "bfloat16", "float32", "float64", "number", "refilled"]
 MOST = {"bool": 1, "uint8": 250, "int16": 30000, "float16": 60000, "bfloat16": 256}
 SEEDING = Lock()  # torch's seed is everybody's
-IMPOSSIBLE = (AttributeError, IndexError, KeyError, TypeError)
+IMPOSSIBLE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 # -- edits that are not in tests/changes ------------------------------------------------------------------------------
@@ -296,20 +296,31 @@ def _whole(p: torch.Tensor) -> torch.Tensor:
 
 
 def live(life: Life, ops: list[dict]) -> int:
-    """How many of `ops` could be done."""
+    """How many of `ops` could be done. What torch cannot do on one process by hand either ends the reference there."""
     for number, op in enumerate(ops):
-        if op["do"] == "loop":
-            if life.how == "reference" and not _can_train(life):
-                return number
-            life.loop(op)
-            continue
+        done = len(life.trace)
         try:
-            EDITS[op["do"]](life)
-        except IMPOSSIBLE:
-            continue
-        if op["rewrap"] and life.wrap != "fsdp2":
-            life.rewrap()
+            _do(life, op)
+        except RuntimeError:
+            if life.how != "reference":
+                raise
+            del life.trace[done:]
+            return number
     return len(ops)
+
+
+def _do(life: Life, op: dict) -> None:
+    if op["do"] == "loop":
+        if life.how == "reference" and not _can_train(life):
+            raise RuntimeError("there is nothing to train")
+        life.loop(op)
+        return
+    try:
+        EDITS[op["do"]](life)
+    except IMPOSSIBLE:
+        return
+    if op["rewrap"] and life.wrap != "fsdp2":
+        life.rewrap()
 
 
 def _can_train(life: Life) -> bool:
