@@ -280,7 +280,7 @@ class Run:
 
     def close(self) -> None:
         """Close the window, after it has synchronised."""
-        self._end()
+        self.abandon()
         self.number += 1
 
     def pass_by(self) -> None:
@@ -290,13 +290,16 @@ class Run:
 
     def abandon(self) -> None:
         """Forget the open window. Its gradients stay."""
-        self._end()
+        self._num_dropped = self.num_dropped
+        self.window = None
+        self._heard = None
+        OPEN.discard(self)
 
     def discard(self) -> None:
         """Discard the open window and its gradients, those inside engines too."""
         if self.window is not None:
             self.window.team.drop_gradients()
-        self._end()
+        self.abandon()
 
     def agree_to_flush(self) -> bool:
         """Whether any rank has an open window. Collective. Raises unless all have closed as many before it."""
@@ -307,8 +310,7 @@ class Run:
         """Close the open window now; None if no rank has one. Collective: the ranks agree first, if not done yet."""
         if not self._agreed and not self.agree_to_flush():
             return None
-        self._agreed = False
-        self._lane = None
+        self._lane, self._agreed = None, False
         team = self.fit()
         window = self.window or self.open(team)
         self._heard = team.line.send(window.share(closing=self.key).row())
@@ -352,12 +354,6 @@ class Run:
         if self.terms.sync == "each" and (self._lane is None or window.team.num_ranks == 1 or window.team.in_step):
             return Order.of_boundary(window.active, 1)
         return Order.of_held(window.active)
-
-    def _end(self) -> None:
-        self._num_dropped = self.num_dropped
-        self.window = None
-        self._heard = None
-        OPEN.discard(self)
 
     @property
     def _open_window(self) -> Window:
