@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradsync
 from gradsync import GradSyncError
@@ -35,6 +36,39 @@ def test_every_limit(function, where):
         torch.testing.assert_close(progress.loss, whole.loss)
         assert progress.count == whole.count
         assert progress.rows <= limit and (progress.parts == 1) == (limit == 6)
+
+
+class Operations(TorchDispatchMode):
+    """Notes every operation of torch's, forward, backward and beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_fits_costs_nothing():
+    """The same operations, and the same numbers to the bit, as without `fit`; nothing is collected."""
+    results = []
+    for fit in (False, True):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+        @gradsync.accumulating(2, fit=fit)
+        def step(model, optimizer, x, y):
+            return mean_loss(model, x, y)
+
+        with Operations() as operations, pytest.MonkeyPatch.context() as patch:
+            patch.setattr("gradsync.parts.call.free", None)
+            for index in range(4):
+                step(model, optimizer, *batch(6, seed=index))
+        assert (step.progress.parts, step.progress.rows) == (1, 6 if fit else None)
+        results.append((operations.names, [p.detach().clone() for p in model.parameters()]))
+    assert sorted(results[0][0]) == sorted(results[1][0])
+    assert_same(results[0][1], results[1][1], 0.0)
 
 
 def test_a_real_scaler():

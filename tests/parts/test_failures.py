@@ -9,7 +9,7 @@ import torch
 from gradsync import GradSyncError
 from gradsync._loss import LossSum
 from gradsync.parts import Fit, run_in_parts
-from tests.parts.limited import Net, assert_same, batch, gradients, mean_loss, opened, run, sum_loss, work_for
+from tests.parts.limited import Limit, Net, assert_same, batch, gradients, mean_loss, opened, run, sum_loss, work_for
 
 
 @pytest.fixture(autouse=True)
@@ -352,7 +352,7 @@ def test_own_cut():
 def test_sizes_are_tried_larger_again(caplog):
     """After a while twice as much is tried: once if it fails, and kept if not; a line is logged as the size changes."""
     caplog.set_level(logging.INFO, "gradsync")
-    model = Net()
+    model = Net(depth=2, at=1)
     model.limit = 2
     fit = opened(model)
     for _ in range(300):
@@ -384,6 +384,15 @@ def test_refused():
 
     with pytest.raises(GradSyncError, match="use_reentrant=False"):
         run(model, *batch(4), function=reentrant)
+
+    def twice(model, x, y):
+        first = checkpoint(model, x.requires_grad_(), use_reentrant=True)
+        return mean_loss(lambda x: checkpoint(model, x, use_reentrant=True), Limit.apply(first, 2, "backward", []), y)
+
+    fit = opened(model)
+    run(model, *batch(2), fit=fit)  # whose graph is looked at, and is right
+    with pytest.raises(GradSyncError, match="use_reentrant=False"):  # every parameter has got half of its gradient
+        run(model, *batch(4), function=twice, fit=fit)
     model.limit = 2
     x, y = batch(4)
 
