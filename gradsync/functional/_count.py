@@ -26,9 +26,7 @@ class Count:
         elif count.device.type == "cpu":
             self._number += _checked(count.item())
         else:
-            wide = torch.float64 if count.is_floating_point() else torch.int64
-            if count.device.type == "mps" and wide is torch.float64:
-                wide = torch.float32  # which has no float64
+            wide = widest(count) if count.is_floating_point() else torch.int64
             wider = count.detach().reshape(()).to(wide)
             odd = torch.full_like(wider, math.nan) if wide is not torch.int64 else torch.full_like(wider, -(2**62))
             wider = torch.where(wider < 0, odd, wider)
@@ -40,7 +38,7 @@ class Count:
         """The sum, as a number if nothing has to be waited for; NaN if it holds a count that is none."""
         if not self._on_device:
             return float(self._number)
-        first, *others = (tensor.to(_widest(tensor)) for tensor in self._on_device.values())
+        first, *others = (tensor.to(widest(tensor)) for tensor in self._on_device.values())
         total = first + self._number
         for other in others:
             total = total + other.to(total.device)
@@ -66,5 +64,6 @@ def _checked(number: float) -> float:
     return number if number >= 0 else math.nan
 
 
-def _widest(tensor: torch.Tensor) -> torch.dtype:
+def widest(tensor: torch.Tensor) -> torch.dtype:
+    """The floating dtype for sums on this tensor's device; mps has no float64."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
