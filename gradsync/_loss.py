@@ -152,3 +152,8 @@ def _describe(returned: object) -> str:
     if isinstance(returned, tuple | list):
         return f"a {type(returned).__name__} of {', '.join(type(one).__name__ for one in returned) or 'nothing'}"
     return "None" if returned is None else f"of type {type(returned).__name__}"
+
+
+def widest(tensor: torch.Tensor) -> torch.dtype:
+    """The floating dtype for sums on this tensor's device; mps has no float64."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64

@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from gradsync._loss import widest
+
 
 class Count:
     """A sum of counts: integers are added exactly, others in float64, and tensors on their device.
@@ -26,9 +28,7 @@ class Count:
         elif count.device.type == "cpu":
             self._number += _checked(count.item())
         else:
-            wide = torch.float64 if count.is_floating_point() else torch.int64
-            if count.device.type == "mps" and wide is torch.float64:
-                wide = torch.float32  # which has no float64
+            wide = widest(count) if count.is_floating_point() else torch.int64
             wider = count.detach().reshape(()).to(wide)
             odd = torch.full_like(wider, math.nan) if wide is not torch.int64 else torch.full_like(wider, -(2**62))
             wider = torch.where(wider < 0, odd, wider)
@@ -40,7 +40,7 @@ class Count:
         """The sum: a tensor if any count is on a device, else a number. NaN if a count was negative or NaN."""
         if not self._on_device:
             return float(self._number)
-        first, *others = (tensor.to(_widest(tensor)) for tensor in self._on_device.values())
+        first, *others = (tensor.to(widest(tensor)) for tensor in self._on_device.values())
         total = first + self._number
         for other in others:
             total = total + other.to(total.device)
@@ -64,7 +64,3 @@ def is_count(total: float) -> bool:
 def _checked(number: float) -> float:
     # The table tells all ranks of a wrong count, and all of them raise. To raise here would leave the others waiting.
     return number if number >= 0 else math.nan
-
-
-def _widest(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64

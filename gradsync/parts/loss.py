@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gradsync._loss import LossSum, detach, find_loss
+from gradsync._loss import LossSum, detach, find_loss, widest
 
 
 def add(whole: torch.Tensor | LossSum | None, part: torch.Tensor | LossSum, weight: float) -> torch.Tensor | LossSum:
@@ -56,13 +56,13 @@ def _add_counts(some: float | torch.Tensor, others: float | torch.Tensor) -> flo
     """Exactly: whole numbers in 64 bits, others in float64."""
     some, others = _wide(some), _wide(others)
     if isinstance(some, float) and isinstance(others, torch.Tensor):
-        others = others.double()
+        others = others.to(widest(others))
     if isinstance(others, float) and isinstance(some, torch.Tensor):
-        some = some.double()
+        some = some.to(widest(some))
     return some + others
 
 
 def _wide(count: float | torch.Tensor) -> float | torch.Tensor:
     if not isinstance(count, torch.Tensor):
         return count
-    return count.double() if count.is_floating_point() else count.long()
+    return count.to(widest(count)) if count.is_floating_point() else count.long()
