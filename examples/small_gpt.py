@@ -16,8 +16,10 @@ BATCH = 4  # paragraphs in a micro-batch
 WINDOW = 4  # micro-batches in an update, on all ranks together: on 1, 2 or 4 of them
 
 
-def arguments(description):
+def arguments(description, *, overlaps=False):
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if overlaps:
+        parser.add_argument("--overlap", type=int, default=0, help="micro-batches that run while gradients travel")
     # 3 micro-batches too many for whole windows: the last one is short, and on two ranks uneven too.
     parser.add_argument("--steps", type=int, default=3203, help="micro-batches, on all ranks together")
     parser.add_argument("--seed", type=int, default=0)

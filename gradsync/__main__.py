@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """A program of the package."""
+    """A subcommand."""
 
     module: str
-    """Has a `main` that takes the arguments and returns the exit code; imported only if it is asked for."""
+    """It has a `main(arguments)` that returns the exit code. It is imported when it is called."""
     summary: str
 
 
@@ -22,7 +22,7 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def main(arguments: list[str]) -> int:
-    """Hand the arguments to the command that the first of them names."""
+    """Run the command that the first argument names."""
     commands = {name: it for name, it in COMMANDS.items() if importlib.util.find_spec(it.module) is not None}
     lines = [f"  {name:<8}{command.summary}" for name, command in commands.items()]
     usage = "\n".join(["usage: python -m gradsync COMMAND [--help]", "", *lines, ""])
@@ -34,8 +34,8 @@ def main(arguments: list[str]) -> int:
         return 2
     if arguments[0] not in commands:
         sys.stderr.write(
-            f"gradsync: A command is needed; {arguments[0]!r} came. There is {' and '.join(commands)}: "
-            "`python -m gradsync --help` tells what they do.\n"
+            f"gradsync: There is no command {arguments[0]!r}. The commands are {' and '.join(commands)}; "
+            "`python -m gradsync --help` says what they do.\n"
         )
         return 2
     code: int = importlib.import_module(commands[arguments[0]].module).main(arguments[1:])

@@ -1,8 +1,8 @@
-"""All that this package remembers at module level, and why: torch leaves no other place for it.
+"""All state at module level of this package, and why there is no other place for it.
 
-A module's engine cannot be kept on the module (copies and pickles of it would carry it along) nor by who made it (the
-next function, or the next epoch's `sync_every`, would make another DDP). Two functions that share a parameter know
-nothing of each other. Everything is held weakly by what it belongs to.
+An engine cannot be kept on its module: copies and pickles of the module would carry it along. Nor can the function that
+made it keep it: the next function, or the next epoch's `sync_every`, would make another DDP. Two functions that share a
+parameter do not know of each other. Entries are weak: they end with the objects that they belong to.
 """
 
 from __future__ import annotations
@@ -17,19 +17,25 @@ if TYPE_CHECKING:
     from torch import nn
 
 MAKERS: dict[type, Callable[[Any], Any]] = {}
-"""What `engines.register` was told, by the class of the wrapper."""
+"""Engines registered with `engines.register`, by the class of the wrapper."""
 
 BEHIND: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
-"""The DDPs behind a bare module. They hold its parameters, not the module, so that an entry dies with its module."""
+"""The DDPs behind each bare module. They refer to its parameters, not to the module, so an entry dies with it."""
+
+WIRES: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+"""A DDP's reducer's parameters, and their nodes in autograd's graph, where its hooks are: copies must not have them."""
 
 TRAVELLING: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The windows whose gradients travel (`overlap`): before others use their parameters, they `settle`."""
+"""The windows whose gradients travel (`overlap`). Before another window uses their parameters, they `settle`."""
 
 OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The windows that are open now, of whatever function: a parameter can be in one of them only."""
+"""The runs with an open window, of all functions: a parameter can be in one open window only."""
+
+STEPPING: set[int] = set()
+"""The threads in which a step of gradsync's own runs: of another function, perhaps, whose gradients land."""
 
 SWITCHING = Lock()
-"""Held while `requires_grad` of a bystander is switched: two threads may hold one teacher at once."""
+"""Held while `requires_grad` of a bystander is switched: two threads may hold the same teacher."""
 
 SAID_OF_TORCH: set[str] = set()
-"""Warnings about a torch that engines may not know: once in a process is enough, whatever the filters say."""
+"""Warnings about an unknown torch that were given already: each is given once a process, whatever the filters."""

@@ -53,7 +53,7 @@ def _measure(options: Options, places: Sequence[Place], progress: Progress) -> l
         measured = _rank.run(options, places[0], progress)
         return [] if measured is None else [measured]
     # Rows of one table are for the same kind of device, and namespaces do not come between the GPUs of one machine.
-    gpus = not any(place.link for place in places) and torch.cuda.device_count() >= places[0].ranks
+    gpus = not any(place.link for place in places) and torch.accelerator.device_count() >= places[0].ranks
     groups = []
     for place in places:
         progress(f"{place.name}: starting {place.ranks} ranks")

@@ -148,9 +148,9 @@ def visit(lane: Lane, device: torch.device, interface: str | None) -> Visit:
     began = time.perf_counter()
     for _ in range(lane.repeats):
         lane.window.run()
-    if device.type == "cuda":
+    if device.type != "cpu":
         # Only what the optimizer's step waited for: gradients that overlap travel on streams of their own.
-        torch.cuda.current_stream(device).synchronize()
+        torch.accelerator.current_stream(device).synchronize()
     took = time.perf_counter() - began
     sent = num_bytes_sent(interface) - before if interface else 0
     if lane.window.settle is not None:

@@ -73,4 +73,9 @@ def _gain(gain: Gain, way: str) -> str:
     times = f"{number(gain.seconds)} {unit}, {gain.ratio:.2f} of the {number(gain.instead_of)} of `{way}`"
     if gain.clear and gain.ratio <= WORTH:
         return f"Write `{gain.written}`: an optimizer step here then takes {times}, and {gain.price}."
+    if gain.ratio <= WORTH:
+        return (
+            f"Whether a remedy is worth its price in windows of {gain.steps}, this run cannot tell: `{gain.written}` "
+            f"takes {times}, but the quartiles of the two overlap. Measure for longer (--seconds)."
+        )
     return f"No remedy is worth its price in windows of {gain.steps}: the best, `{gain.written}`, takes {times}."

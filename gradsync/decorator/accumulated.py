@@ -1,4 +1,4 @@
-"""What a decorated function is to a type checker: the function that it was, and what `accumulating` added."""
+"""The type of a decorated function, for type checkers: the function's own signature, and what is added."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Accumulated(Protocol[P, R_co]):
         ...
 
     def flush(self) -> None:
-        """Close the open windows now. Collective: every rank calls it, after as many closed windows."""
+        """Close the open windows now. Collective: every rank calls it, after the same number of closed windows."""
         ...
 
     def settle(self) -> None:
-        """Make the update whose gradients still travel (`overlap`). Not collective; nothing to do is fine."""
+        """With `overlap`: wait for gradients that still travel, and make their update. Not collective."""
         ...
 
     def reset(self) -> None:
@@ -62,7 +62,7 @@ class Accumulated(Protocol[P, R_co]):
 
     @property
     def progress(self) -> Progress:
-        """Where the window that was called last stands."""
+        """Counters, loss and gradient norm of the window that was called last."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,5 +70,5 @@ class Accumulated(Protocol[P, R_co]):
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Put back what `state_dict` returned. Before the first call it waits for that, and is checked against it."""
+        """Restore what `state_dict` returned. A state loaded before the first call is checked and used in that call."""
         ...

@@ -49,25 +49,26 @@ def accumulating(
 ) -> Callable[[Callable[P, R]], Accumulated[P, R]]:
     """Make a step function accumulate: each call is a micro-batch, each `steps` calls an update.
 
-    The function returns the unscaled loss; backward, synchronisation, step and zero_grad are done for it, on the
-    models, optimizers, schedulers and the GradScaler among its arguments, or on those that the keywords name: an
-    object, a tuple of them, or a function of the call's arguments.
+    The function returns the unscaled loss. Backward, synchronisation, step and zero_grad are done for it, with the
+    models, optimizers, schedulers and the GradScaler among its arguments, or with those that the keywords name: an
+    object, a tuple of objects, or a function of the call's arguments.
 
     - `steps`: micro-batches in a window; an int, or a function of the window's number.
     - `clip_norm`: the largest norm of all gradients together.
-    - `tail`: what becomes of a window that the data's end leaves short: "step" on its exact mean, "drop", or "carry".
+    - `tail`: what to do with a window that is short because the data ended: "step" makes an update with its exact mean,
+      "drop" discards it, "carry" keeps it open.
     - `sync`: "window" synchronises at the boundary only, "each" at each micro-batch, "shard" reduce-scatters each and
       all-reduces at the boundary (HSDP).
-    - `nonfinite`: what a window with an inf or a NaN in its gradients does: "step" (no check), "skip", "raise".
+    - `nonfinite`: what to do with a window whose gradients have an inf or a NaN: "step" (no check), "skip", "raise".
     - `skip`: exception types that drop one micro-batch on one rank instead of ending the run.
-    - `on_update`: called with the `progress` after each update on every rank, those too that a rank makes after its own
-      data has ended; of a method it gets the instance first.
-    - `overlap`: how many micro-batches of a window run while the gradients of the one before travel. 0 is exact; with
-      more, parameters between calls are provisional, and true in `on_update` and after `settle()`.
-    - `compress`: "bf16" has gradients travel, and be added up, in bfloat16: half the bytes, for bare models.
-    - `fit`: whether a call that runs out of memory goes on in parts: True cuts the tensors among the arguments by their
-      first dimension, a function of (args, kwargs, parts) that returns each part's (args, kwargs) cuts anything (of a
-      method, without the instance). The loss must be a mean over rows, or a `LossSum`.
+    - `on_update`: called with the `progress` after each update on every rank, also after updates that a rank makes when
+      its own data has ended. If the function is a method, it gets the instance first.
+    - `overlap`: how many micro-batches of a window run while the gradients of the window before travel. 0 is exact.
+      With more, parameters between calls are provisional, and true in `on_update` and after `settle()`.
+    - `compress`: with "bf16", gradients travel and are added up in bfloat16: half the bytes, for bare models.
+    - `fit`: whether a call that runs out of memory goes on in parts. True cuts the tensors among the arguments along
+      their first dimension. For anything else, pass a function of (args, kwargs, parts) that returns the (args, kwargs)
+      of each part (without the instance of a method). The loss must be a mean over rows, or a `LossSum`.
 
     >>> @gradsync.accumulating(steps=2)
     ... def train_step(model, optimizer, batch):
@@ -102,7 +103,7 @@ def accumulating(
 
 
 class _Controls:
-    """What a decorated function has, bound or not."""
+    """The methods of a decorated function, bound to an instance or not."""
 
     @property
     def _registry(self) -> Registry:
@@ -120,11 +121,11 @@ class _Controls:
         return over(iterable, self._registry, self._instance)
 
     def flush(self) -> None:
-        """Close the open windows now. Collective: every rank calls it, after as many closed windows."""
+        """Close the open windows now. Collective: every rank calls it, after the same number of closed windows."""
         self._registry.flush(self._instance)
 
     def settle(self) -> None:
-        """Let arrive what still travels, and make its update; nothing to do is fine."""
+        """With `overlap`: wait for gradients that still travel, and make their update. Not collective."""
         self._registry.settle(self._instance)
 
     def reset(self) -> None:
@@ -133,7 +134,7 @@ class _Controls:
 
     @property
     def progress(self) -> Progress:
-        """Where the window that was called last stands."""
+        """Counters, loss and gradient norm of the window that was called last."""
         return self._registry.progress(self._instance)
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,7 +142,7 @@ class _Controls:
         return self._registry.state_dict(self._instance)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned. Before the first call it waits for that, and is checked against it."""
+        """Restore what `state_dict` returned. A state loaded before the first call is checked and used in that call."""
         self._registry.load_state_dict(state, self._instance)
 
     def __dir__(self) -> list[str]:
@@ -150,8 +151,8 @@ class _Controls:
     def __repr__(self) -> str:
         return representation(self.__wrapped__, self._registry.settings)
 
-    # The docstring is the function's own. `help` looks past this method (since Python 3.9), and so finds `_HELP`, which
-    # tells what else there is. Where it should cease to, it shows the function's own as well.
+    # `__doc__` is the function's own docstring. `help` does not call this method (since Python 3.9), and so it finds
+    # `_HELP`, which also lists what is added.
     def __getattribute__(self, name: str) -> Any:
         return self.__wrapped__.__doc__ if name == "__doc__" else super().__getattribute__(name)
 
@@ -180,7 +181,7 @@ class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
     def _instance(self) -> object:
         return self._self_instance
 
-    # A bound method is copied and pickled as Python's own are: the instance, and the name on it.
+    # A bound method is copied and pickled like Python's own: the instance, and the name of the method.
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._self_instance, self.__name__)
 
@@ -204,7 +205,7 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
         name = getattr(function, "__qualname__", repr(function)).rpartition("<locals>.")[2]
         windows = Registry(name, settings, place)
 
-        bound = inspect.ismethod(function)  # decorated as such: wrapt finds its instance, .over and .progress do not
+        bound = inspect.ismethod(function)  # a bound method was decorated: only wrapt knows its instance
 
         def call(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return windows.call(wrapped, None if bound else instance, args, kwargs)
@@ -217,7 +218,7 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
     def _registry(self) -> Registry:
         return self._self_registry
 
-    # A function is copied as itself and pickled by its name, and so is this one: its windows are the program's.
+    # A decorated function is copied as itself and pickled by its name, like any function. Its windows are not copied.
     def __reduce__(self) -> str:
         return self.__qualname__
 

@@ -1,10 +1,10 @@
-"""The user's function on one micro-batch: run, dropped where `skip` says so, and run again for other ranks' sake."""
+"""`Body`: runs the user's function on a micro-batch, drops it by `skip`, and runs it again as a replay."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync._errors import GradSyncError
+from gradsync._errors import GradSyncError, is_misuse
 from gradsync.decorator.last_call import LastCall
 from gradsync.decorator.watches import ForwardWatch, check_first
 from gradsync.functional import find_loss
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Body:
-    """Runs the calls of one (function, instance, optimizers)."""
+    """Runs the function of one (function, instance, optimizers)."""
 
     def __init__(self, run: Run, skip: tuple[type[Exception], ...]) -> None:
         self._run = run
@@ -30,7 +30,7 @@ class Body:
     def __call__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], team: Team
     ) -> tuple[Any, torch.Tensor | LossSum | None]:
-        """What the function returned, and its loss; None and None for a micro-batch that is dropped."""
+        """Run the function; returns what it returned, and its loss. Both are None if the micro-batch is dropped."""
         if not self._skip:
             returned = function(*args, **kwargs)
             return returned, find_loss(returned)
@@ -43,7 +43,7 @@ class Body:
                 returned = function(*args, **kwargs)
                 return returned, find_loss(returned)
         except self._skip as error:
-            if isinstance(error, GradSyncError) or is_lost(error):
+            if is_misuse(error) or is_lost(error):
                 raise  # misuse is never skipped
             if began:
                 raise GradSyncError(
@@ -58,13 +58,13 @@ class Body:
     def remember(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], loop: Loop | None
     ) -> None:
-        """A good micro-batch, to run again."""
+        """Keep this micro-batch, which succeeded, for a replay."""
         self._run.last = LastCall(function, args, kwargs)
         if loop is not None:
             loop.kept[self._run] = args, kwargs
 
     def again(self) -> torch.Tensor | LossSum:
-        """The loss of the last good micro-batch, run once more: other ranks wait in its forward."""
+        """Run the last good micro-batch once more; returns its loss. Other ranks wait in its forward."""
         if not self._run.can_repeat:
             raise GradSyncError(
                 f"A rank whose engine communicates in forward repeats its last call of {self._run.name} where it has "
@@ -73,7 +73,7 @@ class Body:
         return find_loss(self._run.last())
 
     def _meet_at_first_forward(self, team: Team, *, runs: bool) -> None:
-        """Where forwards communicate and may be dropped: hear, before the first, whether every rank runs it."""
+        """Before the first forward that communicates: hear whether every rank runs it, or has dropped it."""
         if not self._has_met_forward:
             self._has_met_forward = True
             said = meet(team.group, f"the first forward of {self._run.name}", {"runs": runs})

@@ -1,4 +1,4 @@
-"""A step function on its models and optimizers: each call a micro-batch, the last of a window its update."""
+"""`Call`: a step function on its models and optimizers. Each call is a micro-batch; the last of a window updates."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import weakref
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from gradsync._errors import GradSyncError
 from gradsync.decorator.body import Body
-from gradsync.decorator.compressed import DTYPES, Compressed
+from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.fitted import FittedCall
 from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.record import Record
-from gradsync.decorator.updates import Updates
+from gradsync.decorator.reference import reference
+from gradsync.decorator.updates import Updates, is_scaling
 from gradsync.decorator.watches import GradientWatch, StepGuard
-from gradsync.functional import Part, Run, Who, bare_optimizer, check_steppable, detach
+from gradsync.functional import Part, Run, Who, check_steppable, detach, owned
+from gradsync.overlap import check_compress
 from gradsync.ranks.lost import is_lost, lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch.optim import Optimizer
 
     from gradsync.decorator.casting import Cast
     from gradsync.decorator.progress import Progress
@@ -31,43 +37,42 @@ class Call:
 
     def __init__(self, name: str, order: int, settings: Settings, cast: Cast, instance: object) -> None:
         self.name = name
-        self.order = order  # among those of its function
+        self.order = order  # its number among the function's calls
         self.settings = settings
         self.run = Run(name, settings.terms(), order)
-        self.thread: int | None = None  # that of the last call
+        self.thread: int | None = None  # of the last call
         self.watch = GradientWatch()
-        self._instance = _reference(instance)
+        self._instance = reference(instance)
         self.record = Record(self.run, settings.on_update, self._instance)
         self._updates = Updates(self.run, settings, self.record, self.watch)
         self._body = Body(self.run, settings.skip)
-        # What travels while the next window computes; None where everything is exact.
-        self.ahead = Overlapped(self._updates, DTYPES[settings.compress]) if settings.overlap else None
+        # With `overlap`: windows whose gradients travel while the next window computes.
+        self.ahead = Overlapped(self._updates, check_compress(settings.compress)) if settings.overlap else None
         if self.ahead is not None or settings.compress is not None:
             self.run.crossing = self.ahead or Compressed()
         self._fitted = None if settings.fit is False else FittedCall(settings.fit, self._updates, self.watch)
-        self._participants: list[weakref.ref[Any]] = []
-        self.ends: list[weakref.ref[Any]] = []  # which tell that an optimizer is gone
+        self._participants: list[Callable[[], object]] = []
+        self.ends: list[weakref.ref[Any]] = []  # their callbacks tell that an optimizer is gone
         self._running = False
         for one in (*cast.optimizers, *cast.schedulers):
             check_steppable(one)
-        for optimizer in cast.optimizers:
-            handle = bare_optimizer(optimizer).register_step_pre_hook(StepGuard(self))
-            weakref.finalize(self, handle.remove).atexit = False
+        handle = register_optimizer_step_pre_hook(StepGuard(self))
+        weakref.finalize(self, handle.remove).atexit = False
 
     # -- participants -----------------------------------------------------------------------------------------------
 
     def has(self, participants: Sequence[object]) -> bool:
-        """Whether these are the participants of the last call: by identity, which is quick."""
+        """Whether these are the participants of the last call, by identity (quick)."""
         refs = self._participants
         if len(refs) != len(participants):
             return False
-        for ref, one in zip(refs, participants):  # noqa: B905, SIM110 - in every call: neither strict= nor all() is free
+        for ref, one in zip(refs, participants):  # noqa: B905, SIM110 - in every call; strict= and all() cost time
             if ref() is not one:
                 return False
         return True
 
     def is_for(self, cast: Cast, instance: object) -> bool:
-        """Whether these are its optimizers, and its instance."""
+        """Whether this is the call of these optimizers and this instance."""
         mine = self.run.who.optimizers
         return (
             self._instance() is instance
@@ -87,17 +92,28 @@ class Call:
             )
         if not same:
             self.run.who = Who(cast.models, cast.optimizers)
-        self._participants = [weakref.ref(one) for one in participants]
+        if self.run.index and is_scaling(cast.scaler) != is_scaling(self._updates.scaler):
+            raise GradSyncError(
+                f"All losses of a window of {self.name} must be scaled, or none of them, but a GradScaler "
+                f"{'came' if is_scaling(cast.scaler) else 'went'} in the middle of one. Pass it to each call, and "
+                "call flush() or reset() before that changes."
+            )
+        self._participants = [reference(one) for one in participants]
         self._updates.bind(cast)
 
     @property
     def guarded(self) -> bool:
-        """Whether an optimizer step of somebody else's would use half a window."""
+        """Whether a step of the optimizer by the user would use half a window."""
         return not self._updates.is_stepping and (self.run.index > 0 or self._running)
+
+    def has_some_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer steps parameters of ours."""
+        mine = set(map(id, owned(self.run.who.optimizers)))
+        return not mine.isdisjoint(map(id, owned([optimizer])))
 
     @property
     def progress(self) -> Progress:
-        """A record of where this stands."""
+        """The current record."""
         return self.record.progress
 
     # -- a call -----------------------------------------------------------------------------------------------------
@@ -115,7 +131,9 @@ class Call:
             if self.ahead is not None:
                 self.ahead.begin()
             place = run.start(run.who, loop)
-            team = run.fit()
+            window = run.window
+            assert window is not None, "opened by now"
+            team = window.team
             if place.index == 0:
                 self.watch.begin(self.name, team)
             with run.holding(place):
@@ -126,9 +144,9 @@ class Call:
                     waiting = True
                     if loss is not None:
                         self.watch.check(self.name, run.index)
-                        num_dropped = run.num_dropped
+                        num_dropped = window.num_dropped
                         closing = run.backward(place, loss, scaler=self._updates.scaler)
-                        returned = detach(returned, loss) if run.num_dropped == num_dropped else None
+                        returned = detach(returned, loss) if window.num_dropped == num_dropped else None
                         if team.forward_communicates:
                             self._body.remember(function, args, kwargs, loop)
                     elif team.in_step:
@@ -156,7 +174,7 @@ class Call:
     # -- without a call ---------------------------------------------------------------------------------------------
 
     def take_part(self, place: Place) -> None:
-        """After this rank's data has ended: its part in a window of the other ranks, or the end of its own."""
+        """After this rank's data has ended: close its own open window, or take part in a window of the other ranks."""
         run = self.run
         self._running = True
         try:
@@ -186,16 +204,16 @@ class Call:
         self._tell(closing)
 
     def reset(self) -> None:
-        """Drop the open window; without one, leave the gradients alone: they may be another function's."""
+        """Discard the open window. Without an open window gradients stay: they may be another function's."""
         self.discard()
 
     def settle(self) -> None:
-        """Make the update whose gradients still travel."""
+        """Wait for gradients that still travel, and make their update."""
         if self.ahead is not None:
             self.ahead.settle()
 
     def discard(self) -> None:
-        """Drop the open window and its gradients."""
+        """Discard the open window and its gradients."""
         if self.ahead is not None:
             self.ahead.go_back()
         if self.run.window is not None:
@@ -222,7 +240,7 @@ class Call:
                 self.ahead.go_on(self.run.index)
 
     def _close(self, closing: Closing) -> None:
-        """The gradients are synchronised: make the update, or send it on its way."""
+        """After the boundary: make the update, or with `overlap` leave it until the gradients have arrived."""
         if not closing.is_window:
             self.settle()
             self.discard()  # the data ended at a boundary
@@ -234,20 +252,10 @@ class Call:
 
     @property
     def _travels(self) -> bool:
-        """Whether updates are made when gradients land, after the window has closed."""
+        """Whether an update is made when gradients arrive, after its window has closed."""
         return self.ahead is not None and self.run.team is not None and self.run.team.num_ranks > 1
 
     def _tell(self, closing: Closing | None) -> None:
-        """Tell of the update of a window that has closed just now."""
+        """Call `on_update` for a window that has just closed."""
         if closing is not None and not self._travels:
             self.record.tell()
-
-
-def _reference(instance: object) -> Callable[[], object]:
-    """A way to an instance that does not keep it alive, where it can be referenced so."""
-    if instance is None:
-        return lambda: None
-    try:
-        return weakref.ref(instance)
-    except TypeError:
-        return lambda: instance  # it has __slots__

@@ -1,4 +1,4 @@
-"""Who takes part in a call: its models, optimizers, schedulers and scaler, found by type or named by keyword."""
+"""Finds the participants of a call (models, optimizers, schedulers, scaler), by type or by keyword."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync._errors import GradSyncError
+from gradsync.decorator.kinds import cores, inside, kind_of, kind_of_class, moved_by
+from gradsync.engines import is_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
+
+    from torch.optim import Optimizer
 
 Naming: TypeAlias = "Any | Callable[..., Any] | None"
-"""An object, a tuple of objects, or a function of the call's arguments; None to look among those by type."""
-
-_LOOKED_THROUGH = 64  # items of a container among the arguments, for participants that are hidden in it
+"""An object, a tuple of objects, or a function of the call's arguments; None to search the arguments by type."""
 
 
 class Cast(NamedTuple):
@@ -39,11 +39,20 @@ class Casting:
     optimizer: Naming = None
     scheduler: Naming = None
     scaler: Naming = None
-    _candidates: dict[type, bool] = field(default_factory=dict, repr=False, compare=False)
+    _classes: dict[type, bool | None] = field(default_factory=dict, repr=False, compare=False)
 
-    def participants(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Everything that takes part in the call with these arguments, in a fixed order, for a quick comparison."""
-        found = [one for one in (*args, *kwargs.values()) if self._may_be(one)]
+    def participants(self, instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """All participants of a call with these arguments, in a fixed order, for a quick comparison.
+
+        The instance of a method may be a model; a trainer that has a `step` and optimizers is no scheduler.
+        """
+        classes = self._classes
+        came = (*args, *kwargs.values()) if kwargs else args
+        found = [one for one in came if (sure := classes.get(type(one))) or (sure is None and self._takes_part(one))]
+        if instance is not None:
+            args = (instance, *args)
+            if isinstance(instance, nn.Module):
+                found.insert(0, instance)
         if self._by_type:
             return found
         named = []
@@ -55,17 +64,27 @@ class Casting:
                 named += _named(naming, kind, args, kwargs)
         return named
 
-    def refuse_hidden(self, cast: Cast, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
+    def refuse_hidden(
+        self, participants: Sequence[object], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+    ) -> None:
         """Raise for an optimizer, scheduler or scaler in a container among the arguments, unless it is named."""
-        taken = {id(one) for one in (*cast.optimizers, *cast.schedulers, cast.scaler)}
-        for one in (*args, *kwargs.values()):
-            for inner in _inside(one):
+        taken = set(map(id, participants))
+        came = [one for one in (*args, *kwargs.values()) if type(one) not in _DATA and id(one) not in taken]
+        if came:
+            taken |= {id(inner) for one in participants if isinstance(one, nn.Module) for inner in one.modules()}
+        for one in came:
+            for inner in inside(one):
                 kind = kind_of(inner)
-                if kind not in {None, "model"} and id(inner) not in taken:
+                if kind is None or id(inner) in taken or getattr(self, kind) == ():
+                    continue
+                if isinstance(inner, nn.Module):
+                    _refuse_hidden_engine(inner, one, name)
+                else:
                     raise GradSyncError(
                         f"{name} takes part with what is an argument of its own or named by keyword, but a {kind} "
                         f"({type(inner).__name__}) came in a {type(one).__name__}, where it would be passed over. Pass "
-                        f"it as an argument, or name it: accumulating(..., {kind}=lambda *args: ...)."
+                        f"it as an argument, or name it: accumulating(..., {kind}=lambda *args: ...). With {kind}=() "
+                        "none takes part."
                     )
 
     def known(self) -> bool:
@@ -75,14 +94,12 @@ class Casting:
             for one in (self.model, self.optimizer)
         )
 
-    def _may_be(self, one: object) -> bool:
-        """Whether it may be a participant, by its class, which is quick to tell; `kind_of` looks at it."""
-        candidate = self._candidates.get(type(one))
-        if candidate is None:
-            kinds = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
-            candidate = isinstance(one, kinds) or callable(getattr(type(one), "step", None))
-            self._candidates[type(one)] = candidate
-        return candidate
+    def _takes_part(self, one: object) -> bool:
+        try:
+            sure = self._classes[type(one)]
+        except KeyError:
+            sure = self._classes[type(one)] = kind_of_class(type(one))
+        return kind_of(one) is not None if sure is None else sure
 
     @cached_property
     def _by_type(self) -> bool:
@@ -90,22 +107,13 @@ class Casting:
 
 
 _KINDS = ("model", "optimizer", "scheduler", "scaler")
-
-
-def kind_of(one: object) -> str | None:
-    """What takes part as what. A scheduler is whatever has a `step` and the optimizer that it moves."""
-    if isinstance(one, nn.Module):
-        return "model"
-    if isinstance(one, Optimizer):
-        return "optimizer"
-    if isinstance(one, torch.amp.GradScaler):
-        return "scaler"
-    return "scheduler" if isinstance(one, LRScheduler) or _moves(one) else None
+_DATA = {torch.Tensor, int, float, bool, str, type(None)}  # types that are not searched
 
 
 def cast_of(participants: Sequence[Any]) -> Cast:
-    """The participants by what they are."""
-    kinds = [(one, kind_of(one)) for one in participants]
+    """The participants, sorted by kind."""
+    # An object of no known kind was named by the keyword `scheduler`.
+    kinds = [(one, kind_of(one) or "scheduler") for one in participants]
     models, optimizers, schedulers, scalers = (
         tuple({id(one): one for one, own in kinds if own == kind}.values()) for kind in _KINDS
     )
@@ -115,7 +123,7 @@ def cast_of(participants: Sequence[Any]) -> Cast:
 
 
 def check_cast(cast: Cast, name: str, came: Sequence[object], *, is_method: bool) -> None:
-    """Raise unless there is a model and an optimizer; `came` are the call's arguments."""
+    """Raise unless there is a model and an optimizer, and schedulers move these optimizers. `came`: the arguments."""
     for several, what in ((cast.models, "model"), (cast.optimizers, "optimizer")):
         if not several:
             how = f"lambda self, *_: self.{what}" if is_method else what
@@ -124,45 +132,42 @@ def check_cast(cast: Cast, name: str, came: Sequence[object], *, is_method: bool
                 f"came is {', '.join(type(one).__name__ for one in came) or 'nothing'}. Pass it to the function as an "
                 f"argument of its own, or name it: accumulating(..., {what}={how})."
             )
+    for scheduler in cast.schedulers:
+        theirs = moved_by(scheduler)
+        if theirs and cores(theirs).isdisjoint(cores(cast.optimizers)):
+            raise GradSyncError(
+                f"A scheduler moves an optimizer that {name} steps, but the {type(scheduler).__name__} that came moves "
+                f"another {type(theirs[0]).__name__}. Make the scheduler anew from the optimizer that the call has, or "
+                "keep it out of the call."
+            )
 
 
-def _moves(one: object) -> bool:
-    """Whether it has a step and an optimizer, as timm's and Accelerate's schedulers have, and is no trainer."""
-    if not callable(getattr(one, "step", None)) or isinstance(one, type):
-        return False
-    own = getattr(one, "__dict__", {})
-    inner = [*_several(own.get("optimizer")), *_several(own.get("optimizers"))]
-    return any(isinstance(o, Optimizer) for o in inner) and not any(isinstance(v, nn.Module) for v in own.values())
-
-
-def _several(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, tuple | list) else [value]
-
-
-def _inside(container: object) -> Iterator[object]:
-    """What is in a container among the arguments, and in those in it; a long one is data."""
-    if type(container) is dict:
-        items = list(container.values())
-    elif isinstance(container, tuple | list | set):
-        items = list(container) if len(container) <= _LOOKED_THROUGH else []
-    else:
-        return
-    for item in items:
-        if isinstance(item, tuple | list | set | dict):
-            yield from _inside(item)
-        else:
-            yield item
+def _refuse_hidden_engine(model: nn.Module, container: object, name: str) -> None:
+    """A bare model in a container is its user's; one on an engine would synchronise in each backward."""
+    on = next((type(module).__name__ for module in model.modules() if is_engine(type(module))), None)
+    if on is not None:
+        raise GradSyncError(
+            f"{name} holds the models back that are arguments of their own or named by keyword, but a {on} came in a "
+            f"{type(container).__name__}, where each backward would synchronise it, and ranks that run out would be "
+            "waited for. Pass it as an argument, or name it: accumulating(..., model=lambda *args: ...)."
+        )
 
 
 def _named(naming: Naming, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    # A module is callable too, and meant as itself.
-    named = naming(*args, **kwargs) if callable(naming) and kind_of(naming) is None else naming
+    # A module is callable too, but is not a function of the arguments.
+    named = naming(*args, **kwargs) if callable(naming) and not _fits(naming, kind) else naming
     several = list(named) if isinstance(named, tuple | list) else [named]
     for one in several:
-        if one is not None and kind_of(one) != kind:
+        if one is not None and not _fits(one, kind):
             needed = {"model": "Module", "optimizer": "Optimizer", "scheduler": "LRScheduler", "scaler": "GradScaler"}
             raise TypeError(
                 f"accumulating({kind}=...) needs a {needed[kind]}, a tuple of them, or a function of the call's "
                 f"arguments that returns one, but it gave a {type(one).__name__}."
             )
     return [one for one in several if one is not None]
+
+
+def _fits(one: object, kind: str) -> bool:
+    """Whether an object that a keyword names is of that kind; a scheduler need only have a `step`."""
+    own = kind_of(one)
+    return own == kind or (own is None and kind == "scheduler" and callable(getattr(one, "step", None)))

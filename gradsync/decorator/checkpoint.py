@@ -1,4 +1,4 @@
-"""What `state_dict` of a decorated function returns, read back: its shape, and which of it can be checked when."""
+"""The state of a decorated function: saved, checked and loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 VERSION = 2
 _COUNTERS = ("micro_steps", "updates", "window", "skipped", "dropped", "replays")
 
-# What FSDP1, activation checkpointing and torch.compile call the module that they wrap.
+# Names under which FSDP1, activation checkpointing and torch.compile keep the module that they wrap.
 _WRAPPED = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 
 OR_WITHOUT_IT = "; or, if it was saved at a boundary, go on without it: it then holds counters only."
@@ -40,7 +40,7 @@ def windows_in(state: object) -> list[dict[str, Any]]:
 
 
 def check_steps_of(state: Mapping[str, Any], name: str, steps: Steps) -> None:
-    """Raise if a state was saved with other steps; where these are functions, that shows in an open window only."""
+    """Raise if a state was saved with other steps. If `steps` is a function, only an open window can be checked."""
     saved, here = state["steps"], steps
     if state["index"]:
         saved, here = state["size"], window_size(steps, state["window"])
@@ -52,7 +52,7 @@ def check_steps_of(state: Mapping[str, Any], name: str, steps: Steps) -> None:
 
 
 def progress_in(state: Mapping[str, Any]) -> Progress:
-    """Where a state stands that waits for its window's first call."""
+    """The progress in a state that is not used yet."""
     return Progress(**{name: state[name] for name in (*_COUNTERS, "index", "size")})
 
 
@@ -63,7 +63,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def own_names(names: Iterable[str]) -> dict[str, str]:
-    """Each parameter's name without its wrappers', or the name itself where two would become one."""
+    """Each parameter's name without wrappers' names, unless two parameters would get the same name."""
     own = {}
     for name in names:
         *modules, last = name.split(".")
@@ -75,7 +75,7 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
 def check_state(
     state: Mapping[str, Any], name: str, steps: Steps, place: tuple[int, int], names: Mapping[str, nn.Parameter]
 ) -> None:
-    """Raise if a state belongs to other steps, models or ranks. `place` is this rank, and of how many."""
+    """Raise if a state belongs to other steps, models or ranks. `place`: this rank, and the number of ranks."""
     rank, num_ranks = place
     here = {name: list(parameter.shape) for name, parameter in names.items()}
     check_steps_of(state, name, steps)
@@ -101,7 +101,7 @@ def check_state(
 
 
 def save(call: Call) -> dict[str, Any]:
-    """The counters of one (function, instance, optimizers), and what its open window holds, as plain values."""
+    """The counters of a call, and the content of its open window, as plain values."""
     run, progress = call.run, call.progress
     team = run.fit()
     names, steps = names_of(call), call.settings.steps
@@ -130,7 +130,7 @@ def check(call: Call, state: Mapping[str, Any]) -> None:
 
 
 def load(call: Call, state: Mapping[str, Any]) -> None:
-    """Take over a state that fits. It does not communicate."""
+    """Load a state that fits. It does not communicate."""
     run, names = call.run, names_of(call)
     team = run.fit()
     call.begin_anew()
@@ -151,7 +151,7 @@ def names_of(call: Call) -> dict[str, nn.Parameter]:
     """The parameters by their names: the same however the model is wrapped."""
     models, team = call.run.who.models, call.run.fit()
     mine = {id(parameter): parameter for parameter in team.parameters}
-    # After `rest`, a rank that is asked alone would wait alone for its next forward's gather.
+    # Do not call `rest` here: a rank that saves alone would wait alone in the gather of its next forward.
     for engine in team.engines:
         mine.update((id(stand_in), parameter) for stand_in, parameter in engine.gathered.items())
     several = len(models) > 1
@@ -162,6 +162,6 @@ def names_of(call: Call) -> dict[str, nn.Parameter]:
             if id(inside[name]) in mine:
                 names[f"{place}.{own}" if several else own] = mine[id(inside[name])]
     named = set(map(id, names.values()))
-    # What the optimizers have besides, in their order.
+    # Parameters of the optimizers that are in no model, in the optimizers' order.
     others = [parameter for parameter in team.parameters if id(parameter) not in named]
     return names | {f"optimizer parameter {place}": parameter for place, parameter in enumerate(others)}

@@ -1,4 +1,4 @@
-"""What a boundary's synchronisation is inside of, where gradients travel in bfloat16 or beside the next window."""
+"""`compress`: the gradients of a call travel in bfloat16."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ if TYPE_CHECKING:
     from gradsync.functional import Team, Window
     from gradsync.overlap import Travel
 
-DTYPES = {None: None, "bf16": torch.bfloat16}
-"""What `compress` means."""
-
 
 class Compressed:
-    """The gradients of a call's windows travel in bfloat16, what else travels as it is."""
+    """The crossing of a call with `compress`. Tables and flags still travel in float64."""
 
     closes_before = False
 
     def check(self, team: Team) -> None:
-        """Raise for engines that this is not for."""
+        """Raise for engines whose gradients gradsync does not send itself."""
         for engine in team.engines if team.num_ranks > 1 else ():
             if engine.carrier is None or engine.carrier.ledger is None:
                 raise GradSyncError(
@@ -38,7 +35,7 @@ class Compressed:
 
     @contextmanager
     def across(self, window: Window) -> Iterator[None]:
-        """Around the synchronisation of a window."""
+        """A context for the synchronisation of a window."""
         travels = travels_of(window)
         try:
             for travel in travels:
@@ -50,6 +47,6 @@ class Compressed:
 
 
 def travels_of(window: Window) -> Sequence[Travel]:
-    """What the communication hooks of a window's engines go by; none where a rank is alone."""
+    """The states of the communication hooks of a window's engines; none on a single rank."""
     carriers = [engine.carrier for engine in window.active] if window.team.num_ranks > 1 else []
     return [attach(one.ddp, ledger=one.ledger, flagged=one.flagged) for one in carriers if one is not None]

@@ -1,4 +1,4 @@
-"""What a decorated function shows of itself to somebody who looks: repr, help, and the words for wrong arguments."""
+"""What a decorated function shows: repr, help, and the error for positional arguments of `accumulating`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound="Callable[..., Any]")
 
 OWN = ("over", "flush", "settle", "reset", "progress", "state_dict", "load_state_dict")
-"""What a decorated function has."""
+"""What a decorated function has beside its call."""
 
 _HELP = """Under gradsync.accumulating({settings}): each call is a micro-batch. It has
 
     .over(iterable)             the iterable again; its last call closes the window
     .flush()                    close the open windows now, on all ranks together
-    .settle()                   let arrive what still travels
+    .settle()                   wait for gradients that still travel (overlap)
     .reset()                    discard the open windows, with their gradients
-    .progress                   where the window that was called last stands
+    .progress                   counters, loss and gradient norm; see gradsync.Progress
     .state_dict(), .load_state_dict(state)
     .__wrapped__                the function itself, to evaluate with
 """
@@ -35,21 +35,21 @@ def representation(function: object, settings: Settings) -> str:
 
 
 def documentation(function: object, settings: Settings) -> str:
-    """The function's own docstring, and below it what `help` is to show."""
+    """The function's own docstring, and below it what is added, for `help`."""
     own = getattr(function, "__doc__", None)
     added = _HELP.format(settings=settings.in_words())
     return added if not own else f"{own.rstrip()}\n\n{_indented(added, own)}"
 
 
 def _indented(text: str, own: str) -> str:
-    """`text` as deep as the lines of a docstring after its first: they are cut to one margin where they are shown."""
+    """`text` indented like the docstring `own`, because `help` removes the common margin."""
     lines = [line for line in own.splitlines()[1:] if line.strip()]
     margin = " " * min((len(line) - len(line.lstrip()) for line in lines), default=0)
     return "".join(margin + line if line.strip() else line for line in text.splitlines(keepends=True))
 
 
 def keywords_after_steps(accumulating: F) -> F:
-    """`accumulating(4, model, optimizer)` is told what to write, in place of Python's count of arguments."""
+    """Make `accumulating(4, model, optimizer)` an error that says what to write."""
 
     @wraps(accumulating)
     def called(*args: Any, **kwargs: Any) -> Any:

@@ -1,11 +1,11 @@
-"""A call with `fit`: its body and its backward, in as many parts as memory needs."""
+"""`fit`: a call runs its body and its backward in as many parts as memory needs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync._errors import GradSyncError
-from gradsync.functional._fitted import Fitted, OneBackward
+from gradsync._errors import is_misuse
+from gradsync.functional import InParts, PartedBackward
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 class FittedCall:
-    """Runs the micro-batches of one call, and remembers between them what fits."""
+    """Runs the micro-batches of one call, and remembers the size that fits."""
 
-    def __init__(self, fit: bool | Cut, updates: Updates, watch: GradientWatch) -> None:  # noqa: FBT001 - its user's
-        self._fitted = Fitted(fit, updates.run.name)
+    def __init__(self, fit: bool | Cut, updates: Updates, watch: GradientWatch) -> None:  # noqa: FBT001 - the user's
+        self._fitted = InParts(fit, updates.run.name)
         self._updates = updates
         self._watch = watch
 
     def micro_batch(
         self, place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Closing | None]:
-        """Run the user's function and its backward; returns what it returned (None where it is dropped)."""
+        """Run the user's function and its backward; returns what it returned (None if it is dropped)."""
         run, record = self._updates.run, self._updates.record
 
         def changes() -> None:
             self._watch.check(run.name, place.index)
 
-        one = OneBackward(run, place, scaler=self._updates.scaler, changes=changes)
+        one = PartedBackward(run, place, scaler=self._updates.scaler, changes=changes)
         try:
             returned = self._fitted.run(one, function, args, kwargs)
         except BaseException as error:  # noqa: BLE001 - goes on, if it is not to be skipped
@@ -44,11 +44,11 @@ class FittedCall:
         closing = one.end()
         return returned if run.num_dropped == num_dropped else None, closing
 
-    def _fail(self, one: OneBackward, error: BaseException) -> Closing | None:
-        """A part failed, and not for lack of memory, or could not be cut."""
+    def _fail(self, one: PartedBackward, error: BaseException) -> Closing | None:
+        """A part failed for another reason than memory, or could not be cut."""
         if one.begun is not None:
             return one.end(error)
-        if not isinstance(error, self._updates.settings.skip) or isinstance(error, GradSyncError) or is_lost(error):
+        if not isinstance(error, self._updates.settings.skip) or is_misuse(error) or is_lost(error):
             raise error
         run = self._updates.run
         return run.spoil(one.place, error) if one.has_changed else run.drop(one.place)

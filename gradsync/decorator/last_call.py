@@ -1,4 +1,4 @@
-"""The last call of a step function, to be made once more when other ranks wait in its forward."""
+"""`LastCall`: the last call of a step function, to be repeated when other ranks wait in its forward."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _DATA = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.
 
 
 class LastCall:
-    """A function and its arguments: data is kept, everything else is only remembered.
+    """A function and its arguments. Data is kept; everything else is referenced weakly.
 
-    So it keeps no model, no optimizer and no trainer alive, whichever object they are in.
+    So it keeps no model, no optimizer and no trainer alive.
     """
 
     __slots__ = ("_args", "_function", "_instance", "_kwargs")
@@ -30,7 +30,7 @@ class LastCall:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be made."""
+        """Whether all its arguments are still there."""
         try:
             self._restored()
         except ReferenceError:
@@ -38,7 +38,7 @@ class LastCall:
         return True
 
     def __call__(self) -> Any:
-        """Make it."""
+        """Make the call once more."""
         args, kwargs = self._restored()
         return self._function(*args, **kwargs)
 
@@ -64,7 +64,7 @@ def _kept(one: Any) -> Any:
     try:
         return _Remembered(one)
     except TypeError:
-        return one  # it cannot be remembered weakly: data of the user's, a named tuple for one
+        return one  # it cannot be referenced weakly, like a named tuple: the user's data
 
 
 def _restored(one: Any) -> Any:

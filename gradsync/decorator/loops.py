@@ -1,4 +1,4 @@
-"""The loops over a function's `.over` that run: to which a call belongs, and whether its item was read ahead."""
+"""`Loops`: the running loops over a function's `.over`. Finds the loop of a call, and items that were read ahead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Key = int | None  # id of the instance, for methods
 
 
 class Running(NamedTuple):
-    """A loop that runs, and the function's place among those that are nested in it."""
+    """A running loop. `position` is the function's place among nested `.over`s."""
 
     loop: Loop
     key: Key
@@ -26,19 +26,19 @@ class Running(NamedTuple):
 
 
 class Loops:
-    """Those of one function, by instance and thread."""
+    """The running loops of one function, by instance and thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._running: list[Running] = []
-        self._read_ahead: dict[tuple[int, Key], Loop] = {}  # loops that ended with items that no call had come for
+        self._read_ahead: dict[tuple[int, Key], Loop] = {}  # loops that ended with items without a call
 
     def __bool__(self) -> bool:
         return bool(self._running or self._read_ahead)
 
     @contextmanager
     def running(self, loop: Loop, key: Key, position: int) -> Iterator[None]:
-        """The calls inside know of `loop`."""
+        """Calls inside belong to `loop`."""
         for other in self._running:
             if other.key == key and other.loop.thread == loop.thread:
                 other.loop.is_superseded = True
@@ -51,18 +51,18 @@ class Loops:
             self._running = [one for one in self._running if one.loop is not loop]
 
     def note_idle(self, loop: Loop, key: Key) -> None:
-        """The data of `loop` has ended. Where items were drawn without a call, calls after it may be meant for them."""
+        """The data of `loop` has ended. If it had items without a call, later calls may be meant for those."""
         if loop.data.num_idle:
             if not loop.data.num_calls:
                 loop.called_from = _call_stack()
             self._read_ahead[loop.thread, key] = loop
 
     def forget_read_ahead(self, key: Key) -> None:
-        """Calls that come now are meant for themselves."""
+        """Calls from now on are not for items that were read ahead."""
         self._read_ahead.pop((get_ident(), key), None)
 
     def of_call(self, key: Key) -> Running | None:
-        """The innermost loop that a call comes in. Raises for a call whose item was drawn ahead of it."""
+        """The innermost loop of a call. Raises if the item of the call was read ahead."""
         thread = get_ident()
         for running in reversed(self._running):
             if running.key == key and running.loop.thread == thread:
@@ -71,7 +71,7 @@ class Loops:
                 return running
         elsewhere = next((one.loop for one in self._running if one.key == key and not one.loop.data.num_calls), None)
         ended = self._read_ahead.get((thread, key))
-        # A body that goes on after its data has ended had items that were drawn ahead; other calls come from elsewhere.
+        # If the same code goes on calling after the data has ended, its items were read ahead.
         ahead = ended if elsewhere is None and ended is not None and _goes_on(ended) else elsewhere
         if ahead is not None:
             raise GradSyncError(
@@ -85,11 +85,11 @@ class Loops:
 
 
 def _goes_on(loop: Loop) -> bool:
-    """Whether the call that comes now is one more of those in a loop that has ended."""
+    """Whether this call comes from the same place as the calls of a loop that has ended."""
     now, then = _call_stack(), loop.called_from
     if loop.data.num_calls:
         return now == then
-    # All items were drawn, and no call came: in the function that drew them, this is the first.
+    # All items were drawn without a call: this is the first call, in the function that drew them.
     drawn = then if isinstance(then, tuple) else ()
     return loop.data.num_items > 1 and any(
         frame[0] == now[0][0] and drawn[place + 1 :] == now[1:] for place, frame in enumerate(drawn)
@@ -97,7 +97,7 @@ def _goes_on(loop: Loop) -> bool:
 
 
 def _call_stack() -> tuple[tuple[int, int], ...]:
-    """Where a call comes from, outside of this package: code and place in it, all the way up."""
+    """The frames above a call, outside of this package: code objects and places in them."""
     stack: list[tuple[int, int]] = []
     frame = sys._getframe(1)
     while frame is not None:

@@ -1,37 +1,36 @@
-"""`.over`: an iterable whose loop knows its last item, and goes on with the other ranks after it."""
+"""`.over`: the iterable again, in a loop that knows the last item and goes on with the other ranks after it."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from contextlib import ExitStack
-from dis import opname
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gradsync._errors import GradSyncError
+from gradsync._frames import is_left_on_purpose
 from gradsync.functional import Loop, length
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from types import FrameType
 
     from gradsync.decorator.registry import Registry
     from gradsync.functional import Run
 
 T = TypeVar("T")
-_Decorated = tuple["Registry", object]  # a function's windows, and the instance that it is a method of
+_Decorated = tuple["Registry", object]  # a function's windows, and its instance if it is a method
 
 
 def over(iterable: Iterable[T], registry: Registry, instance: object) -> Over[T]:
-    """The iterable, sized if it was."""
+    """The iterable again, sized if it was."""
     return (Over if length(iterable) is None else SizedOver)(iterable, registry, instance)
 
 
 class Over(Generic[T]):
-    """An iterable whose loop knows its last item."""
+    """An iterable in the `.over` of a function, or of several."""
 
     def __init__(self, iterable: Iterable[T], registry: Registry, instance: object) -> None:
-        # One loop for the `.over`s of several functions: the outer one's would end the inner one too soon.
+        # Nested `.over`s share one loop: with two, the outer loop would end the inner loop too soon.
         self._iterable: Iterable[T] = iterable
         self._decorated: list[_Decorated] = [(registry, instance)]
         if isinstance(iterable, Over):
@@ -42,7 +41,7 @@ class Over(Generic[T]):
         name = f"{decorated[0][0].name}.over"
         loop = Loop(name, length(self._iterable), lambda: _runs(decorated))
         with ExitStack() as stack:
-            stack.callback(loop.kept.clear)  # who knows of the loop may live longer than its data
+            stack.callback(loop.kept.clear)  # the loop may be referenced longer than its data is needed
             for position, (registry, instance) in enumerate(decorated):
                 stack.enter_context(registry.looping(loop, instance, position))
             try:
@@ -50,8 +49,8 @@ class Over(Generic[T]):
                     yield item
                     _insist_on_latest(loop)
             except GeneratorExit:
-                # What travels lands, but behind an exception nothing is waited for.
-                if _is_left_on_purpose(sys._getframe(0).f_back):
+                # Wait for what travels, but not after an exception.
+                if is_left_on_purpose(sys._getframe(0).f_back):
                     _warn_if_open(loop)
                     for registry, instance in decorated:
                         registry.settle(instance)
@@ -69,7 +68,7 @@ class Over(Generic[T]):
 
 
 class SizedOver(Over[T]):
-    """The same for one that has a length."""
+    """The same, with a length."""
 
     def __len__(self) -> int:
         return len(self._iterable)  # type: ignore[arg-type]
@@ -80,7 +79,7 @@ def _runs(decorated: Sequence[_Decorated]) -> list[Run]:
 
 
 def _insist_on_latest(loop: Loop) -> None:
-    """Raise where another loop of the same function has begun meanwhile."""
+    """Raise if another loop of the same function has begun meanwhile."""
     if loop.is_superseded:
         raise GradSyncError(
             f"One loop of {loop.name} runs at a time, but another one began before this one had ended, and the calls "
@@ -89,19 +88,8 @@ def _insist_on_latest(loop: Loop) -> None:
         )
 
 
-def _is_left_on_purpose(frame: FrameType | None) -> bool:
-    """Whether the loop in this frame was left by break or return, and not by an error, which speaks for itself.
-
-    An error that is on its way up shows nowhere but in the instruction that the frame has come to: these do not raise.
-    """
-    if frame is None:
-        return True
-    instruction = opname[frame.f_code.co_code[frame.f_lasti]] if frame.f_lasti >= 0 else "RETURN"
-    return instruction.startswith(("POP", "END", "SWAP", "RETURN", "DELETE", "STORE"))
-
-
 def _warn_if_open(loop: Loop) -> None:
-    """A loop is left before its data has ended."""
+    """Warn if a loop is left with a window open, before its data has ended."""
     opened = [run for run in loop.called if run.index]
     if opened and not loop.is_superseded:
         name = loop.name.removesuffix(".over")

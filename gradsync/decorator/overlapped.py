@@ -1,7 +1,7 @@
-"""A call's windows whose gradients travel while the next one computes: from the boundary to the landing.
+"""`overlap`: the windows of a call whose gradients travel while the next window computes.
 
-A call has one of these with `overlap` only. As a window closes it departs, and this rank goes on from a provisional
-update; after the m-th micro-batch it lands, which is when the call makes its update and tells of it.
+When a window closes, its gradients depart, and this rank goes on from a provisional update. After the m-th micro-batch
+of the next window they land: the call then makes the true update, and calls `on_update`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gradsync.decorator.compressed import Compressed, travels_of
 from gradsync.decorator.progress import ClosedLosses
 from gradsync.functional import bare_optimizer
 from gradsync.overlap import check_ddp, check_optimizers, check_scaler, depart, go_back, landing, step_ahead
+from gradsync.ranks.lost import WaitingFor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
     from gradsync.overlap.saved import Saved
     from gradsync.ranks.line import Sent
 
-# An attribute of a DDP, for the audit: how many windows' gradients travel from it, held ones of the next beside them.
+# An attribute of a DDP, for the audit: the number of windows whose gradients travel from it.
 _NUM_TRAVELLING = "_gradsync_travelling"
 
 
 @dataclass(eq=False)
 class _Leg:
-    """A closed window whose gradients travel, and the update that is to be made of them."""
+    """A closed window whose gradients travel, and what its update needs."""
 
     flights: Sequence[Flight]
     ddps: Sequence[DistributedDataParallel]
@@ -44,33 +45,33 @@ class _Leg:
     factor: float  # of the engines' average
     own_factor: float | None  # of this rank's own gradients; None if they weigh nothing
     closed: ClosedLosses
-    failures: Sent | None  # which ranks have failed in it, and so drop it
+    failures: Sent | None  # flags of ranks that failed in it: then all drop it
     in_flight: InFlight | None = None  # None until it has departed
 
 
 class Overlapped:
-    """The windows of one call that are between their boundary and their update."""
+    """The windows of one call between their boundary and their update."""
 
     closes_before = True
 
     def __init__(self, updates: Updates, dtype: torch.dtype | None) -> None:
-        """Gradients travel in `dtype`, None for their own."""
-        self._updates = weakref.ref(updates)  # whose run has this for its crossing
+        """Gradients travel in `dtype`; None: in their own."""
+        self._updates = weakref.ref(updates)  # its run has this object as its crossing
         self._num_beside = updates.settings.overlap  # micro-batches that run while gradients travel
         self._dtype = dtype
         self._flights: Sequence[Flight] = ()  # of the window that closes
         self._ddps: Sequence[DistributedDataParallel] = ()
         self._legs: list[_Leg] = []  # oldest first
-        self._closing: _Leg | None = None  # whose gradients have left, while the ones before them land
+        self._closing: _Leg | None = None  # its gradients have left, while those of earlier windows land
         self._has_gone_back = False
         self._checked: Team | None = None
-        self._memory: Saved | None = None  # of the last provisional step, for the next
+        self._memory: Saved | None = None  # of the last provisional step, to be used again
 
     # -- what others ask ----------------------------------------------------------------------------------------------
 
     @property
     def run(self) -> Run:
-        """Whose windows these are."""
+        """The run of these windows."""
         return self._its_updates.run
 
     @property
@@ -85,7 +86,7 @@ class Overlapped:
         return bool(self._legs) or self._closing is not None
 
     def check(self, team: Team) -> None:
-        """Raise where gradients cannot travel; as a window opens, on every rank."""
+        """Raise on every rank if gradients cannot travel. Asked when a window opens."""
         if team.num_ranks == 1:
             return
         check_scaler(self._its_updates.scaler)
@@ -116,7 +117,7 @@ class Overlapped:
 
     @contextmanager
     def across(self, window: Window) -> Iterator[None]:
-        """Around the synchronisation of a window: its gradients depart, and this rank's own stay where they are."""
+        """A context for the synchronisation of a window: copies of its gradients depart, and the gradients stay."""
         travels = travels_of(window)
         ddps = [engine.carrier.ddp for engine in window.active if engine.carrier is not None]
         for travel in travels:
@@ -136,7 +137,7 @@ class Overlapped:
                 self._drop()
 
     def begin(self) -> None:
-        """A call begins: what an exception has left lands."""
+        """Called when a call begins: what an exception left travelling lands now."""
         if self._has_gone_back:
             self.settle()
 
@@ -146,7 +147,7 @@ class Overlapped:
             self._land()
 
     def close(self, closing: Closing) -> None:
-        """The gradients of the call's window have departed: land those before them, and make a provisional update."""
+        """The gradients of the window have departed: land earlier ones, and make a provisional update."""
         updates = self._its_updates
         window = updates.run.window
         assert window is not None, "it is closed here"
@@ -173,14 +174,14 @@ class Overlapped:
         self._depart(ahead=True)
 
     def settle(self) -> None:
-        """What travels lands."""
+        """Land all that travels."""
         self._land()
         if self._closing is not None:  # from within on_update
             self._depart(ahead=False)
             self._land()
 
     def go_back(self) -> None:
-        """An exception: parameters are the last true ones again, and what travels lands later. It waits for nothing."""
+        """After an exception: put the last true parameters back, without waiting. What travels lands later."""
         self._drop()
         for leg in self._legs:
             assert leg.in_flight is not None, "it has departed"
@@ -188,7 +189,7 @@ class Overlapped:
         self._has_gone_back = bool(self._legs)
 
     def abandon(self) -> None:
-        """The function or the program ends: parameters stay the last true ones."""
+        """The function or the program ends: keep the last true parameters."""
         self.go_back()
         for leg in self._legs:
             assert leg.in_flight is not None, "it has departed"
@@ -222,13 +223,16 @@ class Overlapped:
             assert in_flight is not None, "it has departed"
             updates, arrived = self._its_updates, False
             try:
+                with WaitingFor(self.run.what):
+                    failed = leg.failures is not None and any(row[0] for row in leg.failures.rows())
                 with landing(in_flight), updates.stepping():
                     arrived = True
                     self._arrived(leg)
-                    failed = leg.failures is not None and any(row[0] for row in leg.failures.rows())
                     made = None if failed else updates.step(leg.team, leg.factor)
             except BaseException:
-                if not arrived:
+                if arrived:
+                    updates.note_failed(leg.closed)
+                else:
                     self.go_back()
                 raise
             finally:

@@ -1,4 +1,4 @@
-"""What `train_step.progress` is."""
+"""`Progress`: the type of `train_step.progress`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradsync.functional import Update
+
 if TYPE_CHECKING:
     from gradsync.functional import Closing, Window
 
+NO_UPDATE = Update(stepped=False, grad_norm=None)
+
 
 class ClosedLosses:
-    """The losses of the last closed window, as the backward saw them; their means when somebody asks."""
+    """The losses of the last closed window. Their means are computed when they are read."""
 
     __slots__ = ("_closing", "_count", "_losses")
 
@@ -22,35 +26,36 @@ class ClosedLosses:
         self._closing = closing
 
     def mean(self) -> torch.Tensor | None:
-        """This rank's mean on its device, or None if it had none."""
+        """This rank's mean loss, on its device; None if it had no loss."""
         if not self._losses:
             return None
         return torch.stack([loss.reshape(()) for loss in self._losses]).sum() / self._closing.own_divisor
 
     def mean_of_all(self) -> float | None:
-        """All ranks' mean, where they have told each other."""
+        """The mean loss of all ranks; None if they sent no table."""
         return self._closing.mean_loss
 
     def count(self) -> float | None:
-        """What this rank's losses were sums over."""
+        """The sum of this rank's counts; None for means."""
         return self._count.state() if self._closing.is_of_sums else None
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a decorated function stands; a record, not a view.
+    """The state of a decorated function: a frozen record, which does not change with later calls.
 
-    - `micro_steps`: calls from the beginning. `replays` beside them are calls that were repeated for other ranks' sake.
-    - `window`: how many windows have closed: `updates` of them with an update, `skipped` of them without.
+    - `micro_steps`: the number of calls. `replays`: calls that were repeated because other ranks had more data, not
+      counted in `micro_steps`.
+    - `window`: the number of closed windows. `updates`: those with an update; `skipped`: those without.
     - `dropped`: micro-batches that `skip` has dropped.
-    - `index`: how many micro-batches the open window has; 0 between windows. `size`: how many it, or else the last one,
-      was planned to have.
+    - `index`: the number of micro-batches in the open window; 0 between windows. `size`: the planned number, of the
+      open window or else of the last.
     - `stepped`: whether the last call made an update.
-    - `parts`: in how many the last call ran, with `fit`. `rows`: those of the largest part; None without `fit`, or
-      where they are not known.
-    - `grad_norm`: that of the last update, before clipping; None without `clip_norm`.
-    - `loss`: this rank's mean over the last closed window, on its device. `count`: what its losses were sums over;
-      None for means. `global_loss`: the mean over all ranks, in `.over` and with `LossSum`; else None.
+    - `parts`: with `fit`, the number of parts in which the last call ran. `rows`: the rows of the largest part; None
+      without `fit`, or if not known.
+    - `grad_norm`: the norm of the last update's gradients, before clipping; None without `clip_norm`.
+    - `loss`: this rank's mean over the last closed window, on its device. `count`: the sum of its counts; None if its
+      losses were means. `global_loss`: the mean over all ranks, in `.over` and with `LossSum`; else None.
     """
 
     micro_steps: int = 0
@@ -69,15 +74,15 @@ class Progress:
 
     @property
     def loss(self) -> torch.Tensor | None:
-        """This rank's mean loss over the last closed window, on its device; nothing waits for it until it is read."""
+        """This rank's mean loss over the last closed window, on its device. The host waits when you read its value."""
         return None if self._losses is None else self._losses.mean()
 
     @property
     def global_loss(self) -> float | None:
-        """The mean loss over all ranks in the last closed window; None where they have not told each other."""
+        """The mean loss over all ranks in the last closed window; None if the ranks sent no table."""
         return None if self._losses is None else self._losses.mean_of_all()
 
     @property
     def count(self) -> float | None:
-        """What this rank's losses of the last closed window were sums over, all together; None if they were means."""
+        """The sum of this rank's counts in the last closed window; None if its losses were means."""
         return None if self._losses is None else self._losses.count()

@@ -1,55 +1,55 @@
-"""What a call's windows have come to so far: counters and the last closed window, for `progress` and `on_update`."""
+"""`Record`: counters of a call and its last closed window, for `progress` and `on_update`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync.decorator.progress import ClosedLosses, Progress
-from gradsync.functional import Update
+from gradsync.decorator.progress import NO_UPDATE, ClosedLosses, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gradsync.functional import Run
+    from gradsync.functional import Run, Update
 
 
 class Record:
-    """Of one (function, instance, optimizers). `run` counts the windows; the rest is counted here."""
+    """The record of one (function, instance, optimizers). `run` counts windows; the rest is counted here."""
 
     def __init__(self, run: Run, on_update: Callable[..., Any] | None, instance: Callable[[], object]) -> None:
-        """`instance` gets the one that `on_update` is called with, None for a plain function."""
+        """`instance()` is the first argument of `on_update` for a method; None for a plain function."""
         self._run = run
         self._on_update = on_update
         self._instance = instance
         self.size = 0  # of the last window
-        self.parts = 1  # in how many the last call ran, with `fit`,
-        self.rows: int | None = None  # and of how many rows the largest was
+        self.parts = 1  # with `fit`: the number of parts of the last call
+        self.rows: int | None = None  # and the rows of the largest part
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Go back to before the first call."""
         self.num_steps = self.num_updates = self.num_skipped = self.num_replays = 0
-        self._made = Update(stepped=False, grad_norm=None)
+        self._made = NO_UPDATE
         self._closed: ClosedLosses | None = None
 
     def note(self, made: Update, closed: ClosedLosses) -> None:
-        """A window has had its update, or its end without one."""
+        """A window has closed, with the update `made`."""
         self.num_updates += made.stepped
         self.num_skipped += not made.stepped
         self._made, self._closed = made, closed
 
     def note_skipped(self, closed: ClosedLosses) -> None:
-        """A window has closed without an update, beside one that may have been made in the same call."""
+        """A window has closed without an update. With `overlap`, an earlier window may update in the same call."""
         self.num_skipped += 1
         self._closed = closed
 
     def note_held(self) -> None:
-        """The last call has made no update so far."""
-        self._made = self._made._replace(stepped=False)
+        """The current call has made no update so far."""
+        if self._made.stepped:
+            self._made = self._made._replace(stepped=False)
 
     @property
     def progress(self) -> Progress:
-        """Where this stands."""
+        """The current record."""
         run = self._run
         return Progress(
             micro_steps=self.num_steps,

@@ -1,4 +1,4 @@
-"""All windows of one decorated function: which of them a call belongs to, and what is done to all of them in turn."""
+"""`Registry`: all windows of one decorated function. Finds the windows of a call; flushes, saves and loads all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_RUNS = 1024  # of one function, in the numbers that the ranks of a loop ca
 
 
 class Registry:
-    """The windows of a function, by instance and optimizers. They die with their optimizer."""
+    """The windows of a function, by instance and optimizers. They are dropped when their optimizer is."""
 
     def __init__(self, name: str, settings: Settings, place: tuple[str, int]) -> None:
         """`place` is the file and line of the function, for warnings."""
@@ -48,8 +48,8 @@ class Registry:
         self._latest: dict[Key, weakref.ref[Call]] = {}
         self._loops = Loops(name)
         self._unfinished = Unfinished(name)
-        self._loaded: dict[Key, list[dict[str, Any]]] = {}  # states that wait for their window's first call,
-        self._loaded_latest: dict[Key, int | None] = {}  # and which of a function's was called last
+        self._loaded: dict[Key, list[dict[str, Any]]] = {}  # loaded states whose window has had no call yet
+        self._loaded_latest: dict[Key, int | None] = {}  # the number of the state that was called last
 
     @property
     def settings(self) -> Settings:
@@ -61,20 +61,19 @@ class Registry:
     ) -> Any:
         """One micro-batch."""
         key = _key(instance)
-        everything = args if instance is None else (instance, *args)
-        participants = self._settings.casting.participants(everything, kwargs)
+        participants = self._settings.casting.participants(instance, args, kwargs)
         latest = self._latest.get(key)
         call = None if latest is None else latest()
         if call is None or not call.has(participants):
             call = self._find(instance, key, participants, [*args, *kwargs.values()])
         if call.run.window is None:
-            self._settings.casting.refuse_hidden(cast_of(participants), args, kwargs, self.name)
+            self._settings.casting.refuse_hidden(participants, args, kwargs, self.name)
         return call.micro_batch(function, args, kwargs, self._loop_of(key, call) if self._loops else None)
 
     # -- loops ------------------------------------------------------------------------------------------------------
 
     def looping(self, loop: Loop, instance: object, position: int) -> AbstractContextManager[None]:
-        """The calls inside know of `loop`."""
+        """Calls inside belong to `loop`."""
         return self._loops.running(loop, _key(instance), position)
 
     def note_idle(self, loop: Loop, instance: object) -> None:
@@ -82,7 +81,7 @@ class Registry:
         self._loops.note_idle(loop, _key(instance))
 
     def runs(self, instance: object, position: int) -> list[Run]:
-        """The windows that a loop in this thread may come to, in the order of their first call."""
+        """The runs that a loop in this thread may call, in the order of their first call."""
         runs = []
         for call in self._all(instance):
             if call.thread in {None, get_ident()}:
@@ -91,7 +90,7 @@ class Registry:
         return runs
 
     def call_of(self, run: Run) -> Call | None:
-        """Whose windows these are."""
+        """The call of a run."""
         return next((call for _, call in self._calls if call.run is run), None)
 
     def _loop_of(self, key: Key, call: Call) -> Loop | None:
@@ -104,7 +103,7 @@ class Registry:
     # -- all windows ------------------------------------------------------------------------------------------------
 
     def flush(self, instance: object) -> None:
-        """Close what is open."""
+        """Close all open windows."""
         self._loops.forget_read_ahead(_key(instance))
         self._unfinished.forget(_key(instance))
         calls = self._all(instance)
@@ -114,26 +113,26 @@ class Registry:
             call.flush()
 
     def settle(self, instance: object) -> None:
-        """Land what travels, in this thread's windows."""
+        """Wait for what travels in this thread's windows, and make the updates."""
         for call in self._called(instance):
             if call.thread in {None, get_ident()}:
                 call.settle()
 
     def go_back(self, instance: object) -> None:
-        """An exception: parameters are the last true ones."""
+        """After an exception: put the last true parameters back."""
         for call in self._called(instance):
             if call.ahead is not None and call.thread in {None, get_ident()}:
                 call.ahead.go_back()
 
     def reset(self, instance: object) -> None:
-        """Discard what is open."""
+        """Discard all open windows."""
         self._loops.forget_read_ahead(_key(instance))
         self._unfinished.forget(_key(instance))
         for call in self._called(instance):
             call.reset()
 
     def progress(self, instance: object) -> Progress:
-        """Of the window that was called last."""
+        """The progress of the window that was called last."""
         key = _key(instance)
         ref = self._latest.get(key)
         call = None if ref is None else ref()
@@ -143,7 +142,7 @@ class Registry:
         return Progress() if latest is None else progress_in(self._loaded[key][latest])
 
     def state_dict(self, instance: object) -> dict[str, Any]:
-        """All windows' states, in the order of their first call, and which of them was called last."""
+        """The states of all windows, in the order of their first call, and the number of the last called."""
         key = _key(instance)
         calls, ref = self._called(instance), self._latest.get(key)
         for call in calls:
@@ -156,9 +155,9 @@ class Registry:
         }
 
     def load_state_dict(self, state: dict[str, Any], instance: object) -> None:
-        """Put the states back; those of windows that are yet to be called wait for that.
+        """Load the states. The state of a window without a call so far waits for the first call.
 
-        All are checked before one is loaded. A window whose first call came after the state was saved begins anew.
+        All are checked before any is loaded. A window that the state does not have begins anew.
         """
         key = _key(instance)
         states, calls = windows_in(state), self._called(instance)
@@ -181,12 +180,12 @@ class Registry:
             _at_the_end_of(instance, _forgetting(self, key))
 
     def warn_if_open(self) -> None:
-        """At the function's end, or the program's."""
+        """Called at the end of the function or the program."""
         for _, call in self._calls:
             self._warn_if_open(call)
 
     def forget(self, key: Key) -> None:
-        """An instance is gone: another one may get its id."""
+        """An instance is gone; another instance may get its id."""
         gone = [call for own, call in self._calls if own == key]
         self._calls = [(own, call) for own, call in self._calls if own != key]
         self._unfinished.forget(key)
@@ -196,14 +195,14 @@ class Registry:
             self._warn_if_open(call)  # which may raise, where warnings are errors
 
     def _drop(self, call: Call) -> None:
-        """An optimizer is gone, and its windows with it."""
+        """An optimizer is gone: drop its windows."""
         for key in [own for own, one in self._calls if one is call]:
             self._unfinished.note(key, call.run)
         self._calls = [(key, one) for key, one in self._calls if one is not call]
         self._warn_if_open(call)  # which may raise, where warnings are errors
 
     def _warn_if_open(self, call: Call) -> None:
-        # After an error that ended the program, an open window says nothing new.
+        # No warning after an error that ended the program.
         if call.ahead is not None and call.ahead.is_travelling:
             call.ahead.abandon()
             if getattr(sys, "last_value", None) is None:
@@ -249,7 +248,7 @@ class Registry:
         return call
 
     def _load_waiting(self, key: Key, call: Call, cast: Cast) -> None:
-        """Give a window that is called for the first time the state that waits for it."""
+        """At the first call of a window: load the state that waits for it."""
         waiting = self._loaded.get(key)
         if not waiting or call.record.num_steps:
             return
@@ -260,15 +259,15 @@ class Registry:
         self._loaded[key], self._loaded_latest[key] = waiting[1:], None
 
     def _called(self, instance: object) -> list[Call]:
-        """In the order of their first call."""
+        """The calls of an instance, in the order of their first call."""
         key = _key(instance)
         return [call for own, call in self._calls if own == key]
 
     def _all(self, instance: object) -> list[Call]:
-        """The same; where none has come and the participants are known, the one that these will make."""
+        """The same. If there is none, and the keywords name the participants, the call of those is made."""
         key, casting = _key(instance), self._settings.casting
         if casting.known() and not self._called(instance):
-            self._find(instance, key, casting.participants((), {}))
+            self._find(instance, key, casting.participants(None, (), {}))
         return self._called(instance)
 
 
@@ -288,14 +287,14 @@ def _forgetting(registry: Registry, key: Key) -> Callable[[], None]:
 
 
 def _at_the_end_of(instance: object, forget: Callable[[], None]) -> None:
-    """Call `forget` when the instance dies; with __slots__ it tells nobody, and windows die with their optimizer."""
+    """Call `forget` when the instance dies. With __slots__ nobody is told; its optimizer then ends its windows."""
     with suppress(TypeError):
         weakref.finalize(instance, forget).atexit = False
 
 
 @contextmanager
 def _keeping_buffers(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Making an engine gives all ranks the buffers of rank 0, but in the middle of a window each has its own."""
+    """Keep the buffers: to make an engine copies those of rank 0, but mid-window each rank has its own."""
     buffers = [buffer for model in models for buffer in model.buffers()]
     kept = [buffer.clone() for buffer in buffers]
     yield

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from gradsync.engines._compress import check
 from gradsync.functional import NonFinite, Steps, Terms
-from gradsync.overlap.check import check_settings
+from gradsync.overlap import check_compress, check_settings
 from gradsync.parts import Fit
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ Compress = Literal["bf16"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user said to `accumulating`."""
+    """The arguments of `accumulating`."""
 
     steps: Steps
     casting: Casting
@@ -63,20 +62,20 @@ class Settings:
                     else f"{kind!r}, of type {type(kind).__name__}, is in it"
                 )
                 raise TypeError(f"skip must be a tuple of exception types, but {came}. Pass the classes.")
-        check(self.compress)
+        check_compress(self.compress)
         if self.fit is not False:
             Fit(self.fit)  # which raises for what it cannot be
         self.terms()  # which looks at the steps
         check_settings(self.overlap, self.steps, sync=self.sync)
 
     def in_words(self) -> str:
-        """What differs from the defaults, as it would be written."""
+        """The settings that differ from the defaults, as source code."""
         given = [one for one in fields(self) if one.name not in {"steps", "casting"}]
         changed = [(one.name, value) for one in given if (value := getattr(self, one.name)) != one.default]
         return ", ".join(f"{name}={_as_written(value)}" for name, value in [("steps", self.steps), *changed])
 
     def terms(self) -> Terms:
-        """What the ranks must have alike."""
+        """The settings that must be the same on all ranks."""
         words: dict[str, Any] = {"nonfinite": self.nonfinite, "clip_norm": self.clip_norm}
         words |= {"overlap": self.overlap, "compress": self.compress}
         return Terms(self.steps, self.tail, sync=self.sync, skip=self.skip, words=words)

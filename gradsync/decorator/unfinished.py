@@ -1,4 +1,4 @@
-"""Windows that an edit has cut off in their middle: the models go on with an optimizer that was made anew."""
+"""`Unfinished`: windows that were open when their optimizer died, because the user made a new optimizer."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 
 
 class Unfinished:
-    """Whose windows were open as their optimizer died, by instance; their models are held weakly."""
+    """Models whose windows were open when their optimizer died, by instance; held weakly."""
 
     def __init__(self, name: str) -> None:
-        """`name` is the function's."""
+        """`name` is the name of the function."""
         self._name = name
         self._left: list[tuple[int | None, Who]] = []
 
     def note(self, key: int | None, run: Run) -> None:
-        """An optimizer has died, and these windows with it."""
+        """The optimizer of this run has died."""
         if run.index:
             self._left.append((key, run.who))
 
     def forget(self, key: int | None) -> None:
-        """What was open is given up on purpose, or the instance is gone."""
+        """The open windows are dropped on purpose, or the instance is gone."""
         self._left = [one for one in self._left if one[0] != key]
 
     def check(self, key: int | None, models: Sequence[nn.Module], runs: Iterable[Run]) -> None:
-        """Raise where `models` come with other optimizers in the middle of a window of theirs.
+        """Raise if `models` are called with other optimizers in the middle of a window of theirs.
 
-        `runs` are those of the optimizers that are alive. One of them may be in the middle of a window, as in a GAN,
-        but then its models still have all the parameters that this began with.
+        `runs` are the runs of optimizers that are alive. Such a run may be in the middle of a window (a GAN), but then
+        its models still have all the parameters with which the window was opened.
         """
         mine = set(map(id, models))
         cut_off = [who for own, who in self._left if own == key and any(id(model) in mine for model in who.models)]
@@ -45,7 +45,7 @@ class Unfinished:
         for run in edited:
             run.discard()
         for who in cut_off:
-            with suppress(GradSyncError):  # of an engine that the edit has spoiled: ours tells of the edit
+            with suppress(GradSyncError):  # from an engine that the edit has broken; the error below tells of the edit
                 for engine in find(who.models):
                     engine.discard()
             discard(parameter for model in who.models for parameter in model.parameters())
@@ -61,7 +61,7 @@ class Unfinished:
 
 
 def _is_edited(run: Run) -> bool:
-    """Whether parameters that were in the models as its open window began are no longer there."""
+    """Whether the models have lost parameters since the open window was opened."""
     if run.window is None or not run.index or any(engine.holds_inside for engine in run.window.team.engines):
         return False
     here = {id(parameter) for model in run.who.models for parameter in model.parameters()}

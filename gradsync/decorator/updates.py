@@ -1,16 +1,19 @@
-"""The update that a window closes with: gradients made a mean, clipped, stepped on and cleared, schedulers moved."""
+"""`Updates`: the update of a closed window, from the gradients' normalisation to the schedulers."""
 
 from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from gradsync.decorator.progress import ClosedLosses
-from gradsync.functional import Update, move, refuse_nonfinite, step_optimizers, zero
+from gradsync._registry import STEPPING
+from gradsync.decorator.progress import NO_UPDATE, ClosedLosses
+from gradsync.decorator.reference import reference
+from gradsync.functional import move, refuse_nonfinite, step_optimizers, zero
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch.amp import GradScaler
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from gradsync.decorator.record import Record
     from gradsync.decorator.settings import Settings
     from gradsync.decorator.watches import GradientWatch
-    from gradsync.functional import Closing, Run, Team
+    from gradsync.functional import Closing, Run, Team, Update, Window
 
 
 class Updates:
@@ -28,15 +31,15 @@ class Updates:
         self.run = run
         self.settings = settings
         self.record = record
-        self.is_stepping = False  # whether a step of the optimizer is ours
+        self.is_stepping = False  # whether a step of the optimizer is made here
         self._watch = watch
-        self._schedulers: list[weakref.ref[Any]] = []
+        self._schedulers: list[Callable[[], Any]] = []
         self._scaler: weakref.ref[GradScaler] | None = None
-        self._making = Update(stepped=False, grad_norm=None)
+        self._making = NO_UPDATE  # the outcome of the current update
 
     def bind(self, cast: Cast) -> None:
         """Take note of a call's schedulers and scaler."""
-        self._schedulers = [weakref.ref(scheduler) for scheduler in cast.schedulers]
+        self._schedulers = [reference(scheduler) for scheduler in cast.schedulers]
         self._scaler = None if cast.scaler is None else weakref.ref(cast.scaler)
 
     @property
@@ -45,58 +48,65 @@ class Updates:
         return None if self._scaler is None else self._scaler()
 
     def keeps(self, closing: Closing) -> bool:
-        """Whether a window is to have an update at all."""
+        """Whether this window gets an update: it has something to average, and `tail` does not drop it."""
         return closing.factor is not None and (self.settings.tail != "drop" or closing.filled)
 
     def close(self, closing: Closing) -> None:
-        """The gradients of the open window are synchronised: make its update, or what `tail` says."""
+        """After the open window has synchronised: make its update, unless `keeps` says otherwise, and close it."""
         window = self.run.window
         assert window is not None, "it is closed here"
         team = window.team
-        closed, self._making = ClosedLosses(window, closing), Update(stepped=False, grad_norm=None)
+        closed, self._making = ClosedLosses(window, closing), NO_UPDATE
         try:
             if closing.factor is None or not self.keeps(closing):
                 team.drop_gradients()
+                self._clear(team)
             else:
-                if window.scale is not None and self.scaler is not None:
-                    window.scale.correct(team.parameters, self.scaler)
-                self.step(team, closing.factor)
+                self.step(team, closing.factor, window)
         finally:
-            self._clear(team)
             self.end_window()
             self.record.note(self._making, closed)  # an update, also where a scheduler failed after it
         if self.keeps(closing):
             refuse_nonfinite(self._making, self.settings.nonfinite)
 
-    def step(self, team: Team, factor: float) -> Update:
-        """Make the update with synchronised gradients, and move the schedulers; the gradients are gone then."""
+    def step(self, team: Team, factor: float, window: Window | None = None) -> Update:
+        """Make the update with synchronised gradients, step the schedulers, and clear the gradients."""
+        settings, scaler, optimizers = self.settings, self.scaler, self.run.who.optimizers
+        self._making = NO_UPDATE
         try:
+            if window is not None and window.scale is not None and scaler is not None:
+                window.scale.correct(team.parameters, scaler)
             with self.stepping():
                 self._making = made = step_optimizers(
-                    self.run.who.optimizers,
-                    scaler=self.scaler,
-                    clip_norm=self.settings.clip_norm,
+                    optimizers,
+                    scaler=scaler,
+                    clip_norm=settings.clip_norm,
                     factor=factor,
-                    nonfinite=self.settings.nonfinite,
+                    nonfinite=settings.nonfinite,
                     spread=team.spread,
                 )
-                if made.stepped:
-                    move(one for ref in self._schedulers if (one := ref()) is not None)
+                if made.stepped and self._schedulers:
+                    move([one for ref in self._schedulers if (one := ref()) is not None], optimizers)
         finally:
             self._clear(team)
         return made
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """A step inside is ours."""
+        """Optimizer steps inside are made here, not by the user."""
         found, self.is_stepping = self.is_stepping, True
+        thread = get_ident()
+        outermost = thread not in STEPPING
+        STEPPING.add(thread)
         try:
             yield
         finally:
             self.is_stepping = found
+            if outermost:
+                STEPPING.discard(thread)
 
     def end_window(self) -> None:
-        """The window that has synchronised is over, though its update may be still to come."""
+        """Close the window, after it has synchronised. Its update may come later (`overlap`)."""
         window = self.run.window
         assert window is not None, "it ends here"
         self.record.size = window.size
@@ -104,12 +114,21 @@ class Updates:
         self._watch.forget()
 
     def note_landed(self, made: Update, closed: ClosedLosses) -> None:
-        """The update of an earlier window was made, whose gradients have travelled meanwhile: tell of it."""
+        """The update of an earlier window was made when its gradients arrived: record it, and call `on_update`."""
         self.record.note(made, closed)
         refuse_nonfinite(made, self.settings.nonfinite)
         self.record.tell()
+
+    def note_failed(self, closed: ClosedLosses) -> None:
+        """An error ended the update, in the optimizer's step or in a scheduler's step after it."""
+        self.record.note(self._making, closed)
 
     def _clear(self, team: Team) -> None:
         zero(self.run.who.optimizers)
         for parameter in team.unowned:
             parameter.grad = None
+
+
+def is_scaling(scaler: GradScaler | None) -> bool:
+    """Whether losses are multiplied before their backward."""
+    return scaler is not None and scaler.is_enabled()

@@ -1,39 +1,49 @@
-"""What keeps a window from being spoiled unseen: watches over gradients, steps and forwards."""
+"""Watches that raise if the user's code changes gradients or steps the optimizer in the middle of a window."""
 
 from __future__ import annotations
 
 import weakref
+from operator import attrgetter, is_not
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradsync._errors import GradSyncError
+from gradsync._registry import STEPPING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import torch
     from torch import nn
+    from torch.optim import Optimizer
 
     from gradsync.functional import Team
 
 
-class GradientWatch:
-    """Watches one gradient: it tells, at little cost, whether somebody else touched them."""
+_GRADIENT = attrgetter("grad")
 
-    __slots__ = ("_gradient", "_parameter", "_team", "_version")
+
+class GradientWatch:
+    """Watches the gradients that the optimizers step, to notice whether other code has changed them.
+
+    A body may run backward on one layer alone, or clip it: each gradient is looked at, a fifth of a us for each call.
+    """
+
+    __slots__ = ("_left", "_team", "_watched")
 
     def __init__(self) -> None:
         self._team: Team | None = None
-        self._parameter: nn.Parameter | None = None
-        self._gradient: torch.Tensor | None = None  # as the last micro-batch left it,
-        self._version = 0  # and how often it had been written to
+        self._watched: Sequence[nn.Parameter] = ()
+        # Each gradient after the last micro-batch, with its version; None if nothing is accumulated.
+        self._left: tuple[list[torch.Tensor | None], list[int]] | None = None
 
     def begin(self, name: str, team: Team) -> None:
-        """A window opens; the first of a team must find no gradients."""
+        """Called when a window opens. The first window of a team must find no gradients."""
         if team is self._team:
             return
-        self._team, self._parameter, self._gradient = team, None, None
+        self._watch(team)
         left, inside = team.gradients_left()
         if left or inside:
             drop = "gradsync.sync_gradients(model) and " if inside else ""
@@ -45,84 +55,97 @@ class GradientWatch:
             )
 
     def remember(self) -> None:
-        """A micro-batch has ended."""
-        if self._parameter is None and self._team is not None:
-            self._parameter = next((p for p in self._team.watchable if p.grad is not None), None)
-        if self._parameter is not None:
-            self._gradient = self._parameter.grad
-            self._version = 0 if self._gradient is None else self._gradient._version
+        """Called after a micro-batch."""
+        gradients = [*map(_GRADIENT, self._watched)]
+        self._left = gradients, [gradient._version for gradient in gradients if gradient is not None]
 
     def resume(self, team: Team) -> None:
-        """A window has been loaded, with its gradients."""
-        self._team, self._parameter = team, None
+        """Called after a window was loaded with its gradients."""
+        self._watch(team)
         self.remember()
 
     def forget(self) -> None:
-        """The gradients are gone, as they should be."""
-        self._gradient = None
+        """Called after the gradients were cleared."""
+        self._left = None
 
     def check(self, name: str, index: int) -> None:
         """Raise if the gradients are not as they were left."""
-        if self._parameter is None:
-            if index or self._team is None or not any(self._team.gradients_left()):
-                return
+        now = [*map(_GRADIENT, self._watched)]
+        vanished = False
+        if self._left is None:
+            changed = any(gradient is not None for gradient in now)
+            if self._team is not None and not now and not index:  # the engines keep all gradients inside
+                changed = any(self._team.gradients_left())
         else:
-            gradient = self._parameter.grad
-            if gradient is self._gradient and (gradient is None or gradient._version == self._version):
-                return
-        vanished = self._parameter is not None and self._parameter.grad is None
-        raise GradSyncError(
-            f"{name} runs backward, step and zero_grad itself, but since its last micro-batch the gradients "
-            + (
-                "vanished: something called zero_grad()"
-                if vanished
-                else "changed: something ran backward on them, or clipped, unscaled or divided them"
+            before, versions = self._left
+            changed = any(map(is_not, now, before)) or versions != [g._version for g in now if g is not None]
+            vanished = changed and any(new is None and old is not None for new, old in zip(now, before, strict=True))
+        if changed:
+            raise GradSyncError(
+                f"{name} runs backward, step and zero_grad itself, but since its last micro-batch the gradients "
+                + (
+                    "vanished: something called zero_grad()"
+                    if vanished
+                    else "changed: something ran backward on them, or clipped, unscaled or divided them"
+                )
+                + ", in its body or between two calls. Return the unscaled loss and leave the rest to the decorator: "
+                "accumulating(..., clip_norm=1.0) clips."
             )
-            + ", in its body or between two calls. Return the unscaled loss and leave the rest to the decorator: "
-            "accumulating(..., clip_norm=1.0) clips."
-        )
+
+    def _watch(self, team: Team) -> None:
+        unowned = set(map(id, team.unowned))  # parameters of the models that no optimizer of the call has
+        self._team, self._left = team, None
+        self._watched = [parameter for parameter in team.watchable if id(parameter) not in unowned]
 
 
 class Guarded(Protocol):
-    """Whose optimizer a `StepGuard` watches."""
+    """What a `StepGuard` asks."""
 
     name: str
 
     @property
     def guarded(self) -> bool:
-        """Whether a step of somebody else's would do harm now."""
+        """Whether a step by the user would be wrong now."""
+        ...
+
+    def has_some_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer steps parameters of ours."""
         ...
 
 
 class StepGuard:
-    """An optimizer's step pre-hook: nobody else may step it in the middle of a window."""
+    """A step pre-hook of all optimizers: raises if the user steps a call's parameters in the middle of a window.
+
+    Of all, because an optimizer that was made anew, or that steps in the backward, is none of the call's.
+    """
 
     __slots__ = ("_call",)
 
     def __init__(self, call: Guarded) -> None:
         self._call = weakref.ref(call)
 
-    def __call__(self, *_: object) -> None:
-        """An optimizer is about to step."""
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+        """Called before the optimizer steps."""
         call = self._call()
-        if call is not None and call.guarded:
+        if call is not None and call.guarded and get_ident() not in STEPPING and call.has_some_of(optimizer):
             raise GradSyncError(
                 f"{call.name} steps its optimizer itself at each boundary, but something called "
-                "optimizer.step() in the middle of a window, on gradients that are not synchronised. Remove that call."
+                f"optimizer.step(), of type {type(optimizer).__name__}, in the middle of a window, on gradients that "
+                "are not synchronised. Remove that call; an optimizer that steps in the backward cannot accumulate."
             )
 
 
 class ForwardWatch:
-    """Context manager: true once a forward of one of these models, or of a module in them, has begun."""
+    """Context manager: true after a forward of these models, or of a module in them, has begun."""
 
     def __init__(self, models: Iterable[nn.Module], begin: Callable[[], None]) -> None:
-        """`begin` is called when the first of them begins."""
+        """`begin` is called when the first forward begins."""
         self._ids = {id(module) for model in models for module in model.modules()}
         self._begin = begin
         self._began = False
 
     def __enter__(self) -> None:
-        # torch's hook for all modules: a body may call any of them.
+        # torch's hook for all modules, because a body may call any of them.
         self._hook = register_module_forward_pre_hook(self._see) if self._ids else None
 
     def __exit__(self, *_: object) -> None:
@@ -139,7 +162,7 @@ class ForwardWatch:
 
 
 def check_first(runs: Sequence[bool], name: str) -> None:
-    """Raise if a rank dropped the very first micro-batch, where it would have to repeat one that it ran."""
+    """Raise if a rank dropped its very first micro-batch, and so has none to repeat."""
     cannot = ", ".join(str(rank) for rank, one in enumerate(runs) if not one)
     if cannot:
         raise GradSyncError(

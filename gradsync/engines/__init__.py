@@ -1,6 +1,17 @@
-"""One file an engine, behind one protocol. Nothing in here knows of windows' numbers, losses or optimizers."""
+"""One file for each engine, with the same protocol. Engines know nothing of losses, counts or optimizers."""
 
-from gradsync.engines._find import attach, bare, behind, common_group, find, is_engine, register, rest, uncovered
+from gradsync.engines._find import (
+    attach,
+    bare,
+    behind,
+    common_group,
+    find,
+    is_engine,
+    is_in_pieces,
+    register,
+    rest,
+    uncovered,
+)
 from gradsync.engines._gloo import settle_all_groups
 from gradsync.engines._protocol import Engine
 
@@ -12,6 +23,7 @@ __all__ = [
     "common_group",
     "find",
     "is_engine",
+    "is_in_pieces",
     "register",
     "rest",
     "settle_all_groups",

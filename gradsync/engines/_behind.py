@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync.engines._buffers import BuffersOnTheirWay
 from gradsync.engines._ddp import DDPEngine
 from gradsync.engines._ddp_fits import insist_on_shapes
+from gradsync.engines._flags import flags_on
 from gradsync.engines._protocol import Carrier
 from gradsync.engines._silent import silent
 
@@ -70,12 +71,14 @@ class BehindEngine(DDPEngine):
             and len(parameters) == len(self.parameters)
             and all(mine is other for mine, other in zip(self.parameters, parameters, strict=True))
             and self._likeness == [(p.dtype, p.device, p.shape) for p in parameters]
+            and self.is_wired()
         )
 
     @property
     def is_outgrown(self) -> bool:
-        """Whether one of its parameters has been resized in place: it can never reduce again."""
-        return any(shape != p.shape for (_, _, shape), p in zip(self._likeness, self.parameters, strict=True))
+        """Whether one of its parameters has been resized in place, or has another node: it can never reduce again."""
+        resized = any(one[2] != p.shape for one, p in zip(self._likeness, self.parameters, strict=True))
+        return resized or not self.is_wired()
 
     def _buffers(self) -> list[torch.Tensor]:
         return [b for ref in self._roots if (root := ref()) is not None for b in _shared_buffers(root)]
@@ -125,7 +128,7 @@ class BehindEngine(DDPEngine):
     def _flags(self, used: Sequence[bool], *, everything: bool) -> torch.Tensor:
         """Which parameters this rank has used, as the ledger's gradient; without a copy to the device where all are."""
         if not everything:
-            return torch.tensor(used, dtype=self._ledger.dtype).to(self._ledger.device, non_blocking=True)
+            return flags_on(self._ledger.device, used, self._ledger.dtype)
         if self._all_used is None:
             self._all_used = torch.ones_like(self._ledger, requires_grad=False)
         return self._all_used

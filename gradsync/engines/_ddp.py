@@ -26,13 +26,16 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from gradsync._errors import GradSyncError
+from gradsync._registry import WIRES
 from gradsync.engines._buffers import BuffersOnTheirWay
 from gradsync.engines._ddp_fits import (
+    Joint,
     check,
     insist_on_shapes,
     is_built_for,
     is_resized,
-    likeness,
+    is_wired,
+    note_wires,
     sparse_parameters,
     unused_message,
 )
@@ -49,24 +52,6 @@ if TYPE_CHECKING:
 # Seconds for reductions that nobody can wait for any more: torch keeps their futures to itself, and a late one would
 # write into the buckets of the next. All ranks have begun them, and a worker needs the GIL, which sleeping gives up.
 _LOST_REDUCTION = 0.2
-
-
-class _Touch(torch.autograd.Function):
-    """Runs the gradient hooks of parameters without a gradient.
-
-    The reducer's hooks fire, find the gradient that is already there, or none, and hand it on: a synchronisation
-    without a forward. An undefined gradient adds nothing, so it is exact, and a parameter that nobody used stays None
-    where DDP looks for unused parameters.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.num_parameters = len(parameters)
-        return torch.zeros((), device=parameters[0].device)  # real, though a parameter may be complex
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, ...]:
-        return (None,) * ctx.num_parameters
 
 
 class DDPEngine(Engine):
@@ -86,7 +71,8 @@ class DDPEngine(Engine):
         if self._reduced and not is_built_for(ddp, self._reduced):
             self._rebuild_reducer()
             insist_on_shapes(self._reduced)
-        vars(ddp)["_gradsync_reduced"] = tuple(map(likeness, self._reduced))
+        note_wires(ddp, self._reduced)
+        self._wired = list(self._reduced)
 
     def _check(self, ddp: DistributedDataParallel) -> None:
         check(ddp)
@@ -99,6 +85,9 @@ class DDPEngine(Engine):
 
     def trainable(self) -> bool:
         return bool(self._reduced)
+
+    def is_wired(self) -> bool:
+        return not self._wired or is_wired(self._ddp, self._wired)
 
     def share_buffers(self, source: int) -> None:
         ddp = self._ddp
@@ -273,7 +262,7 @@ class DDPEngine(Engine):
                 no_rows = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
                 parameter.grad = torch.sparse_coo_tensor(no_rows, parameter.detach()[:0], parameter.shape)
         with torch.enable_grad():
-            return _Touch.apply(*parameters)  # type: ignore[no-untyped-call]
+            return Joint.apply(*parameters)  # type: ignore[no-untyped-call]
 
     def _unready(self) -> list[nn.Parameter]:
         """The parameters whose hooks the armed backward did not run."""
@@ -327,6 +316,7 @@ class DDPEngine(Engine):
     def forget_reducer(self) -> None:
         """Let go of the reducer, and with it of autograd's nodes of parameters that were resized in place."""
         vars(self._ddp).update(reducer=None, logger=None)
+        WIRES.pop(self._ddp, None)
 
     def _rebuild_reducer(self) -> None:
         """A reducer for the parameters that are trainable now, with the user's communication hooks."""
@@ -334,6 +324,7 @@ class DDPEngine(Engine):
         kind, _, name = ddp._get_ddp_logging_data().get("comm_hook", "").partition(".")
         builtin = name if kind == "BuiltinCommHookType" else None  # DDP itself keeps only those written in Python
         ddp.reducer._remove_autograd_hooks()
+        WIRES.pop(ddp, None)
         vars(ddp).pop("_gradsync_keeps_buckets", None)
         vars(ddp).pop("_gradsync_used", None)
         ddp._has_rebuilt_buckets = False

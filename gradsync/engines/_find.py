@@ -1,4 +1,4 @@
-"""Which engines hold a model's gradients in step: found by walking its modules."""
+"""Finds the engines in a model, by walking its modules, and puts DDP behind what has none."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from gradsync.engines._protocol import Engine
 
-# What makes the engine for a module of some class: the room, and the function in it. By name, because importing
-# torch.distributed.fsdp alone takes seconds.
+# The file and the function that make the engine for a module, by the name of its class: importing
+# torch.distributed.fsdp would take seconds.
 _MAKERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": ("_kinds", "ddp_engine"),
     "torch.distributed._composable.replicate.DDP": ("_replicate", "replicate_engine"),
@@ -29,19 +29,19 @@ _MAKERS = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": ("_fsdp1", "FSDP1Engine"),
 }
 
-_KEPT = 3  # engines behind one module: as many sets of participants may take turns without making them anew
+_KEPT = 3  # engines behind a module: so many sets of participants may take turns without new engines
 
 
 def register(kind: type[nn.Module], make: Callable[[Any], Engine]) -> None:
     """Teach gradsync an engine: `make(module)` is called for each module of class `kind` in a model.
 
-    What it returns is an `Engine`; the engines of this package are the examples.
+    It returns an `Engine`; the engines of this package are examples.
     """
     _registry.MAKERS[kind] = make
 
 
 def find(models: Iterable[nn.Module]) -> list[Engine]:
-    """The engines that are in `models` already, those behind bare modules too."""
+    """The engines in `models`, and those behind bare modules. Makes none."""
     models = list(models)
     engines, _ = _walk(models)
     for model in map(bare, models):
@@ -54,9 +54,9 @@ def attach(
     loose: Iterable[nn.Parameter] = (),
     agree: Callable[[dist.ProcessGroup | None, Sequence[tuple[str, nn.Parameter]]], None] = lambda *_: None,
 ) -> list[Engine]:
-    """The engines of `models`; what none of them covers, `loose` parameters too, gets DDP behind it. Collective.
+    """The engines of `models`. Parameters in no engine, `loose` ones too, get DDP behind them. Collective.
 
-    `agree(group, named_parameters)` is called before such a DDP is made, which hangs where the ranks' models differ.
+    `agree(group, named_parameters)` is called before such a DDP is made, which would hang if the ranks' models differ.
     """
     models = list(models)
     engines, covered = _walk(models)
@@ -80,7 +80,7 @@ def attach(
 
 
 def uncovered(models: Iterable[nn.Module], engines: Iterable[Engine]) -> list[str]:
-    """The names of trainable parameters in `models` that none of `engines` keeps in step."""
+    """The names of trainable parameters in `models` that are in none of `engines`."""
     covered = {id(parameter) for engine in engines for parameter in engine.parameters}
     return [
         name
@@ -91,7 +91,7 @@ def uncovered(models: Iterable[nn.Module], engines: Iterable[Engine]) -> list[st
 
 
 def rest(models: Iterable[nn.Module]) -> None:
-    """Make `model.parameters()` those of the optimizers, also where a forward has left others in their place."""
+    """Make `model.parameters()` those of the optimizers, if a forward has left other tensors in their place."""
     for engine in find(models):
         engine.rest()
 
@@ -102,13 +102,21 @@ def behind(module: nn.Module) -> DistributedDataParallel | None:
     return engines[-1].ddp if engines else None
 
 
+def is_in_pieces(parameter: nn.Parameter) -> bool:
+    """Whether `FullyShardedDataParallel` keeps it, or a view of it, in a flat parameter that may be sharded.
+
+    Private in torch (2.13, `_common_utils.FSDP_FLATTENED`): the mark that it sets on them.
+    """
+    return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
 def is_engine(kind: type) -> bool:
     """Whether an engine is made for modules of this class."""
     return issubclass(kind, nn.Module) and _make_for(kind) is not None
 
 
 def common_group(engines: Sequence[Engine]) -> dist.ProcessGroup | None:
-    """The group whose ranks all of these engines synchronise over; raises if they have different ones."""
+    """The group over which these engines synchronise; raises if they have different groups."""
     ranks = {tuple(sorted(ranks_of(engine.group))) for engine in engines}
     if len(ranks) > 1:
         raise GradSyncError(
@@ -126,19 +134,19 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def _behind(module: nn.Module) -> list[BehindEngine]:
-    """Those of a bare module whose group has not ended, the latest last."""
+    """The engines behind a bare module whose group still exists, the latest last."""
     engines = _registry.BEHIND.get(module, [])
     return [one for one in engines if is_alive(one.group)]
 
 
 def _end_outgrown(roots: Iterable[nn.Module]) -> None:
-    """Let go of the engines whose parameters were resized in place, so that the next one finds them as they are."""
-    for root in roots:
-        for one in _registry.BEHIND.get(root, []):
-            if one.is_outgrown:
-                one.forget_reducer()
-        if root in _registry.BEHIND:
-            _registry.BEHIND[root] = [one for one in _registry.BEHIND[root] if not one.is_outgrown]
+    """Let go of the engines whose reducers no gradient reaches any more, so that the next finds things as they are."""
+    known = {root: _registry.BEHIND[root] for root in roots if root in _registry.BEHIND}
+    outgrown = {one for engines in known.values() for one in engines if one.is_outgrown}
+    for one in outgrown:
+        one.forget_reducer()
+    for root, engines in known.items():
+        _registry.BEHIND[root] = [one for one in engines if one not in outgrown]
 
 
 def _walk(models: Iterable[nn.Module]) -> tuple[list[Engine], set[int]]:
@@ -166,7 +174,7 @@ def _walk(models: Iterable[nn.Module]) -> tuple[list[Engine], set[int]]:
 
 
 def _rests(roots: Sequence[nn.Module], loose: Iterable[nn.Parameter], covered: set[int]) -> Iterator[Rest]:
-    """What is in no engine and needs one, for each type of device: a DDP takes one."""
+    """What is in no engine and needs one, by type of device, because a DDP takes a single type."""
     inside: dict[nn.Parameter, None] = {}
     left_out: set[int] = set()
     for root in roots:

@@ -39,6 +39,7 @@ class FSDP1Engine(Engine):
 
     forward_communicates = True
     holds_inside = True
+    swaps_storage = True
 
     def __init__(self, module: FullyShardedDataParallel) -> None:
         instances = [part for part in module.modules() if isinstance(part, FullyShardedDataParallel)]

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 
 from gradsync.engines import _fsdp2_held, _torch
+from gradsync.engines._flags import flags_on
 from gradsync.engines._fsdp2_refused import insist_on_shards, refuse_other_reductions
 from gradsync.engines._mesh import one_dimension, other_dimensions, whole_group
 from gradsync.engines._privates import check_torch
@@ -268,7 +269,9 @@ class FSDP2Engine(Engine):
             return
         params, device = self._params, self._groups[0].device
         own = [param in self._used for param in params]
-        used = torch.ones(len(own), dtype=torch.uint8, device=device) if all(own) else _to_device(own, device)
+        used = (
+            torch.ones(len(own), dtype=torch.uint8, device=device) if all(own) else flags_on(device, own, torch.uint8)
+        )
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
         if all(own):
             return
@@ -305,12 +308,6 @@ def _make_unsharded(params: Iterable[FSDPParam]) -> None:
         param.init_all_gather_outputs([numel], [dtype], num_shards, param.device)
         param.init_unsharded_param()
         param.free_unsharded_param()
-
-
-def _to_device(flags: Sequence[bool], device: torch.device) -> torch.Tensor:
-    """As bytes, without a wait for what the device has still to do."""
-    row = torch.tensor(flags, dtype=torch.uint8)
-    return row if device.type == "cpu" else row.pin_memory().to(device, non_blocking=True)
 
 
 def _remove(hooks: list[Any]) -> None:

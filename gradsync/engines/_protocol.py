@@ -1,4 +1,4 @@
-"""What every engine can do, and nothing about how."""
+"""`Engine`: what every engine can do."""
 
 from __future__ import annotations
 
@@ -15,39 +15,41 @@ if TYPE_CHECKING:
 
 
 class Carrier(NamedTuple):
-    """What an engine's gradients travel in: a DDP, whose communication hook sees each bucket."""
+    """The DDP of an engine, whose communication hook sees each bucket of gradients."""
 
     ddp: DistributedDataParallel
-    ledger: nn.Parameter | None = None  # whose gradient are flags, where gradsync has made the DDP
+    ledger: nn.Parameter | None = None  # its gradient has the flags, if gradsync has made the DDP
     flagged: Sequence[nn.Parameter] = ()
 
 
 class Engine:
-    """What keeps the gradients of some parameters in step across the ranks of one group.
+    """Keeps the gradients of some parameters equal across the ranks of a group.
 
-    The life of a window, as an engine sees it:
+    The calls of a window:
 
-        trainable()                                 once, as it opens
-        hold() ... forward, backward ... restore()  for each micro-batch; what runs in between stays local
-        arm(loss), the backward, settle()           on the boundary, between its hold and its restore
-        reduce()                                    instead, where the window closes without a backward
-        share_buffers(source)                       after either of these
-        discard()                                   instead, where it is given up
+        trainable()                                 once, when it opens
+        hold() ... forward, backward ... restore()  for each micro-batch: gradients stay local in between
+        arm(loss), the backward, settle()           at the boundary, between its hold and its restore
+        reduce()                                    instead of these, if the window closes without a backward
+        share_buffers(source)                       after either
+        discard()                                   if the window is discarded
 
-    Between two calls an engine is as its user left it: `hold` returns what it found, and `restore` puts that back.
+    Between micro-batches an engine is as the user left it: `hold` returns what it found, and `restore` puts that back.
     """
 
-    #: Whether a forward or held backward waits for the other ranks, so that all must run equally many.
+    #: Whether a forward or a held backward waits for the other ranks. Then all ranks must run equally many.
     forward_communicates = False
-    #: Whether held gradients are kept out of `parameter.grad`, or change their objects there as they like.
+    #: Whether held gradients are not in `parameter.grad`, or are there in changing objects.
     holds_inside = False
-    #: The ranks that each plain gradient is spread over in flat pieces; None where it is whole, or a DTensor.
+    #: Whether other storage comes behind its leaves in a forward, so that nobody may hold their nodes in the graph.
+    swaps_storage = False
+    #: The ranks over which each plain gradient lies in flat pieces; None if it is whole, or a DTensor.
     shard_group: ProcessGroup | None = None
-    #: Groups of ranks that run one forward together, and so need the same data (tensor parallel).
+    #: Groups of ranks that run a forward together, and so need the same data (tensor parallelism).
     twins: Sequence[ProcessGroup] = ()
-    #: Whether torch.compile goes through the module that it was made for.
+    #: Whether the engine's module is inside torch.compile.
     is_compiled = False
-    #: The modules of this class that the engine looks after as well, below the one it was made for.
+    #: Modules of the same class, below the engine's own, that it takes care of too.
     modules: Sequence[nn.Module] = ()
 
     def __init__(self, group: ProcessGroup, parameters: Sequence[nn.Parameter]) -> None:
@@ -61,79 +63,83 @@ class Engine:
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
-        """Where gradients arrive in a backward, for hooks; other tensors than `parameters` where these are gathered."""
+        """The tensors at which gradients arrive, for hooks: other tensors than `parameters` if these are gathered."""
         return self.parameters
 
     @property
     def gathered(self) -> Mapping[torch.Tensor, nn.Parameter]:
-        """The tensors that a forward has left in the place of parameters, and of which; `rest` puts them away."""
+        """The tensors that a forward has left in place of parameters, with these; `rest` removes them."""
         return {}
 
     @property
     def carrier(self) -> Carrier | None:
-        """What its gradients travel in; None where that is not a DDP of the user's, or of gradsync's."""
+        """The DDP that its gradients travel in; None if there is none."""
         return None
 
     def num_held(self) -> int:
-        """How many parameters have a gradient that is not synchronised, where the engine keeps those itself."""
+        """The number of parameters with a held gradient inside the engine."""
         return 0
 
     def held_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
-        """What this rank holds, by parameter; not a copy.
+        """The gradients that this rank holds, by parameter; not copies.
 
-        Gradients are whole, or, where a `sync` of "shard" or "each" has reduced them, pieces: with dimensions more.
+        They are whole; with a `sync` of "shard" or "each" they are pieces, with more dimensions.
         """
         return {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
 
     def load_held(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Hold these, in a window that holds nothing yet."""
+        """Put held gradients into a window that has none yet."""
         for parameter in self.parameters:
             parameter.grad = gradients.get(parameter)
 
     def rest(self) -> None:
-        """Put away what a forward has gathered, so that the module's parameters are its optimizer's."""
+        """Free what a forward has gathered, so that the module's parameters are those of its optimizer."""
 
     @property
     def owes_first(self) -> bool:
-        """Whether the next micro-batch must synchronise, boundary or not (a static graph's very first)."""
+        """Whether the next micro-batch must synchronise, even if it is held (the first of a static graph)."""
         return False
 
     def trainable(self) -> bool:
-        """Whether anything is trainable, asked as a window opens."""
+        """Whether anything is trainable. Asked when a window opens."""
         return any(parameter.requires_grad for parameter in self.parameters)
 
+    def is_wired(self) -> bool:
+        """Whether its hooks are where the gradients of now arrive, asked as a window opens and before it closes."""
+        return True
+
     def share_buffers(self, source: int) -> None:
-        """A window closes: make the buffers those of the group's rank `source`. Collective."""
+        """Give all ranks the buffers of the group's rank `source`, when a window closes. Collective."""
 
     def send_buffers(self, source: int) -> Callable[[], None]:
-        """The same in two: they are on their way now, and in place when what is returned has been called."""
+        """The same in two steps: send the buffers now; call what is returned to wait until they are in place."""
         return lambda: self.share_buffers(source)
 
     def hold(self) -> Any:
-        """Keep the gradients of coming backwards local; returns what was found, for `restore`."""
+        """Keep the gradients of the next backwards local; returns what `restore` needs."""
         raise NotImplementedError
 
     def hold_shards(self) -> Any:
-        """`hold`, but reduce what needs no rank beyond those that share the shards, where an engine has two levels."""
+        """Like `hold`, but an engine of two levels (HSDP) reduces within the ranks that share the shards."""
         return self.hold()
 
     def restore(self, found: Any) -> None:
-        """Undo `hold`, and an `arm` since then."""
+        """Undo `hold`, and any `arm` since then."""
         raise NotImplementedError
 
     def arm(self, loss: torch.Tensor | None) -> None:
-        """Make the backward of `loss`, which comes next, synchronise all that is accumulated.
+        """Make the next backward, that of `loss`, synchronise all that is accumulated.
 
-        None says that a backward has begun already, from a loss that is not known, and has reached no parameter yet.
+        None means that a backward has begun already, from an unknown loss, and has reached no parameter yet.
         """
         raise NotImplementedError
 
     def note_visit(self) -> None:
-        """The backward that `arm(None)` spoke of has reached a parameter of this engine."""
+        """The backward of `arm(None)` has reached a parameter of this engine."""
 
     @contextmanager
     def holding_armed(self) -> Iterator[None]:
-        """What more is run of a micro-batch whose armed backward has stopped half-way stays local."""
+        """A context for what runs after an armed backward has failed half-way: its gradients stay local."""
         found = self.hold()
         try:
             yield
@@ -144,14 +150,14 @@ class Engine:
         """The armed backward has ended: complete its collectives."""
 
     def abort(self) -> None:
-        """The armed backward has failed: complete its collectives, for which other ranks wait, if that can be done."""
+        """The armed backward has failed: complete its collectives if possible, because the other ranks wait in them."""
         self.settle()
 
     def reduce(self) -> None:
-        """Synchronise what is accumulated, without a backward; the other ranks may be in a backward of theirs."""
+        """Synchronise what is accumulated, without a backward. Other ranks may run an armed backward meanwhile."""
         raise NotImplementedError
 
     def discard(self) -> None:
-        """Drop what is accumulated."""
+        """Discard what is accumulated."""
         for parameter in self.parameters:
             parameter.grad = None

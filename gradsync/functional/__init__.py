@@ -56,13 +56,14 @@ Smaller parts stand alone: arithmetic (`window_size`, `sizes`, `correction`), gr
 micro-batches that do not fit in memory in such a loop (`fit`), and how large one may be (`rows_that_fit`).
 """
 
+from gradsync._loss import LossSum, detach, find_loss
 from gradsync.functional._boundary import Begun
 from gradsync.functional._fit import Fitting, fit
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
+from gradsync.functional._in_parts import InParts, PartedBackward
 from gradsync.functional._in_step import Turn
 from gradsync.functional._iterator import MicroStep, sync_every
 from gradsync.functional._loop import Loop
-from gradsync.functional._loss import LossSum, detach, find_loss
 from gradsync.functional._no_sync import no_sync
 from gradsync.functional._place import Part, Place
 from gradsync.functional._rows import rows_that_fit
@@ -91,11 +92,13 @@ __all__ = [
     "Begun",
     "Closing",
     "Fitting",
+    "InParts",
     "Loop",
     "LossSum",
     "MicroStep",
     "NonFinite",
     "Part",
+    "PartedBackward",
     "Place",
     "Run",
     "Share",

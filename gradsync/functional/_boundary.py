@@ -1,4 +1,4 @@
-"""The end of one window: its table leaves, gradients and buffers are made the same on all ranks, what came is known."""
+"""The boundary of a window: the table leaves, gradients synchronise, buffers are made equal, the closing is known."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 
 class Boundary:
-    """Closes one window: `order`, then the synchronisation, then `closing`; or all of that in `synchronise`."""
+    """The boundary of one window: `synchronise` does it all; or `begin`, the caller's backward, then `conclude`."""
 
     def __init__(
         self, window: Window, terms: Terms, exchange: Exchange, crossing: Crossing, heard: Sent | None = None
     ) -> None:
-        """`heard` is what the ranks have said of the window already."""
+        """`heard` is the table, if the ranks have sent it already."""
         self._window = window
         self._terms = terms
         self._exchange = exchange
         self._crossing = crossing
         self._heard = heard
         self._sent: Sent | None = None
-        self._due: Sequence[bool] = ()  # which ranks were to have a micro-batch
-        self._shares: Sequence[Share] | None = None  # what came, once that has been heard
-        self._arrivals: Sequence[Callable[[], None]] | None = None  # of buffers that have left already
-        self._across: AbstractContextManager[Any] | None = None  # entered already
+        self._due: Sequence[bool] = ()  # which ranks were to have a micro-batch, by rank
+        self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
+        self._arrivals: Sequence[Callable[[], None]] | None = None  # waits for buffers that have left already
+        self._across: AbstractContextManager[Any] | None = None  # entered by `begin`
 
     def order(self) -> Order:
-        """How the engines synchronise; the table leaves now, or right before the second synchronisation."""
+        """How the engines synchronise. The table leaves now; or, if they synchronise twice, between the two."""
         order = Order.of_boundary(self._window.active, self._window.size)
         if order.again:
             return order._replace(between=self._send)
@@ -49,18 +49,18 @@ class Boundary:
         return order
 
     def begin(self) -> Order:
-        """The same, for a backward that comes before `conclude`: from here on gradients cross as they are to."""
+        """The same, for a backward of the caller's, after which it calls `conclude`. Enters the crossing."""
         order = self.order()
         self._across = across = ExitStack()
         across.enter_context(self._crossing.across(self._window))
         return order
 
     def synchronise(self, run: Callable[[Order], None]) -> Closing:
-        """What came to the window, once `run` has synchronised it in the order that it is given."""
+        """Let `run` synchronise the window, in the order that it is given; returns what came to the window."""
         return self.conclude(lambda: run(self.order()))
 
     def conclude(self, run: Callable[[], None]) -> Closing:
-        """The same, where the order has been asked for before."""
+        """The same, where the order is known to `run` already."""
         window = self._window
         across = self._across or self._crossing.across(window)
         with WaitingFor(window.what):
@@ -77,7 +77,7 @@ class Boundary:
             return self.closing()
 
     def closing(self) -> Closing:
-        """The gradients are synchronised: so are the buffers now, and what came is known."""
+        """After the gradients are synchronised: read the table, make the buffers equal, hear of failures."""
         window, team = self._window, self._window.team
         shares = self._hear()
         alone = team.num_ranks == 1 and (self._exchange.is_of_ends or window.kind == SUMS)
@@ -91,7 +91,7 @@ class Boundary:
         return closing.without() if any(row[0] for row in failures.rows()) else closing
 
     def complete_failed(self) -> None:
-        """A backward has failed, and its collectives are complete: so are now those that come after it."""
+        """After a backward that failed: take part in the collectives that the other ranks run after theirs."""
         window = self._window
         try:
             self._hear()
@@ -112,26 +112,26 @@ class Boundary:
             self._arrivals = [engine.send_buffers(source) for engine in self._window.active]
 
     def _hear(self) -> Sequence[Share]:
-        """What each rank brings. Waits for the table, and for nothing else."""
+        """The shares of all ranks. Waits for the table, and for nothing else."""
         if self._shares is None:
             self._shares = self._exchange.shares(self._window, self._sent)
         return self._shares
 
     @property
     def _lowest_is_due(self) -> bool:
-        """Whether all ranks know, without the table, that the lowest of them has a micro-batch in this window."""
+        """Whether all ranks know without the table that rank 0 has a micro-batch in this window."""
         if self._due:
             return self._due[0]
         return self._heard is None and not self._exchange.is_of_ends
 
     def _source(self) -> int:
-        """The lowest rank that was to have a micro-batch."""
+        """The lowest rank that had a micro-batch, or was to have one: its buffers count."""
         due = self._due
         there = (r for r, share in enumerate(self._hear()) if share.num_calls or (r < len(due) and due[r]))
         return next(there, 0)
 
     def _share_buffers(self) -> None:
-        """Make the buffers of all ranks those of one."""
+        """Give all ranks the buffers of the source."""
         if self._window.team.num_ranks == 1:
             return
         if self._arrivals is not None:
@@ -144,7 +144,7 @@ class Boundary:
 
 
 class Begun(NamedTuple):
-    """A backward that its driver runs by itself: how it synchronises, and the boundary that it is, if it is one."""
+    """A backward that the caller runs by itself: how the engines synchronise in it, and its boundary (None: held)."""
 
     order: Order
     boundary: Boundary | None

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
     from gradsync.engines import Engine
 
-# Two threads may hold one teacher: the first to end must not switch it on for the other. How many hold a parameter is
-# on the parameter itself, as long as any does.
+# Two threads may hold one teacher: the first to end must not switch it on for the other. The number of holders stands
+# on the parameter itself, while there are any.
 _HOLDERS = "_gradsync_holders"
 
 
 class Bystanders:
-    """Parameters that gradients flow through, and none stay in; their engines are held.
+    """The parameters of bystanders: gradients flow through them, and none stay in them. Their engines are held.
 
-    Held as an engine is, from before the forward until after the backward: checkpointed layers run their forward again
-    in there.
+    They are held from before the forward until after the backward, in which checkpointed layers run their forward
+    again.
     """
 
     __slots__ = ("_engines", "_parameters")
@@ -36,13 +36,13 @@ class Bystanders:
 
     @property
     def forward_communicates(self) -> bool:
-        """Whether a forward of theirs waits for the other ranks, as an engine's may."""
+        """Whether one of their forwards waits for the other ranks."""
         return any(engine.forward_communicates for engine in self._engines)
 
     def hold(self) -> tuple[list[Any], list[nn.Parameter]]:
-        """Switch the gradients of these parameters off; returns what `restore` needs."""
+        """Switch `requires_grad` of these parameters off; returns what `restore` needs."""
         for engine in self._engines:
-            engine.rest()  # what is gathered already would not see the switch
+            engine.rest()  # parameters that are gathered already would not see the switch
         found = [engine.hold() for engine in self._engines]
         switched_off = []
         with SWITCHING:
@@ -56,7 +56,7 @@ class Bystanders:
         return found, switched_off
 
     def restore(self, found: tuple[list[Any], list[nn.Parameter]]) -> None:
-        """Switch on exactly what was switched off, where no other thread still holds it."""
+        """Switch on exactly what was switched off, unless another thread still holds it."""
         flags, switched_off = found
         with SWITCHING:
             for parameter in switched_off:

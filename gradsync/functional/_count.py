@@ -1,4 +1,4 @@
-"""What a window's `LossSum`s were sums over: added exactly, whatever types the counts have."""
+"""`Count`: the sum of the counts of a window's `LossSum`s, exact for all types of counts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class Count:
-    """Numbers that are added up as they come: integers exactly, others in float64, those on a device there.
+    """A sum of counts: integers are added exactly, others in float64, and tensors on their device.
 
-    What came is a value: a tensor that is refilled later does not change it.
+    Counts are read at once: a tensor that is refilled later does not change the sum.
     """
 
     __slots__ = ("_number", "_on_device")
@@ -37,7 +37,7 @@ class Count:
 
     @property
     def total(self) -> float | torch.Tensor:
-        """The sum, as a number if nothing has to be waited for; NaN if it holds a count that is none."""
+        """The sum: a tensor if any count is on a device, else a number. NaN if a count was negative or NaN."""
         if not self._on_device:
             return float(self._number)
         first, *others = (tensor.to(_widest(tensor)) for tensor in self._on_device.values())
@@ -47,7 +47,7 @@ class Count:
         return total
 
     def state(self) -> int | float:
-        """The sum as a number, for a state; it waits for the device."""
+        """The sum as a number, for a checkpoint; waits for the device."""
         on_device = (tensor.item() for tensor in self._on_device.values())
         return sum(on_device, start=self._number)
 
@@ -57,12 +57,12 @@ class Count:
 
 
 def is_count(total: float) -> bool:
-    """Whether a sum of counts can be divided by, or is zero: not negative, infinite or NaN."""
+    """Whether a sum of counts is finite and not negative."""
     return math.isfinite(total) and total >= 0
 
 
 def _checked(number: float) -> float:
-    # All ranks hear of what is no count with the window's table; raising here would leave the others waiting.
+    # The table tells all ranks of a wrong count, and all of them raise. To raise here would leave the others waiting.
     return number if number >= 0 else math.nan
 
 

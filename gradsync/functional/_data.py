@@ -1,4 +1,4 @@
-"""How far this rank's data is in a loop, and which calls its items have had."""
+"""`Data`: how many items this rank has had in a loop, how many are left, and how many calls each item had."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PERHAPS = 0.5  # an item, in place of items left
+_PERHAPS = 0.5  # in place of items left: there may be another call
 
 
 class Data:
-    """What a loop knows of its iterable. Calls are counted by the run that they are of."""
+    """What a loop knows of its iterable. Calls are counted for each run."""
 
     def __init__(self, length: int | None) -> None:
         self.length = length
         self.num_items = 0
         self.num_calls = 0
-        self.num_idle = 0  # items that no call came for
+        self.num_idle = 0  # items without a call
         self.is_last = False  # whether the current item is the last
         self.has_ended = False
-        self._drawn: int | None = None  # items that were drawn ahead, where the loop draws them itself
-        self._calls: dict[Hashable, int] = {}  # for the current item,
-        self._most: dict[Hashable, int] = {}  # and the most for one before it
+        self._drawn: int | None = None  # items drawn ahead; None if the loop does not draw them itself
+        self._calls: dict[Hashable, int] = {}  # for the current item
+        self._most: dict[Hashable, int] = {}  # the largest number for any item before it
 
     def items(self, iterable: Iterable[T], name: str, ahead: Callable[[], int]) -> Iterator[T]:
-        """The items of an iterable, each one handed out; where its length is not known, so many are drawn ahead."""
-        for item, drawn in with_known(iterable, name, ahead):
+        """The items of an iterable, counted; where its length is not known, `ahead()` items are drawn ahead."""
+        for item, drawn in with_known(iterable, name, ahead, self.length):
             self._drawn = drawn
             self.draw(last=not drawn)
             yield item
 
     def draw(self, *, last: bool) -> None:
-        """An item is handed out."""
+        """Count an item."""
         self._finish_item()
         self.num_items += 1
         self.is_last = last
 
     def end(self) -> None:
-        """All items have been handed out, and had their calls."""
+        """The data has ended, and the last item has had its calls."""
         self._finish_item()
         self.is_last = self.has_ended = True
 
     def call(self, run: Hashable) -> None:
-        """A call begins."""
+        """Count a call that begins."""
         self.num_calls += 1
         self._calls[run] = self._calls.get(run, 0) + 1
 
     def expect_one_call(self, run: Hashable) -> None:
-        """It is known to be called once an item."""
+        """Declare that the run is called once for each item."""
         self._most[run] = 1
 
     def calls_once(self, run: Hashable) -> bool:
-        """Whether the loop has been seen to call it once an item, and never more often."""
+        """Whether, so far, the run was called once for an item, and never more often."""
         return self._most.get(run) == 1 and self._calls.get(run, 0) <= 1
 
     def is_in_last_call(self, run: Hashable) -> bool:
-        """Whether the call that has begun is the last, as far as this rank's data goes."""
+        """Whether the call that has begun is the last one on this rank."""
         return self.is_last and self.calls_once(run) and self._calls[run] == 1
 
     def left(self, run: Hashable) -> float:
-        """How many items are still to come; inf where that is not known, and a part of one if a call may come."""
+        """How many items are still to come: inf if unknown, 0.5 if only the last item may have another call."""
         if self.is_last:
             return 0.0 if self.has_ended or self.calls_once(run) else _PERHAPS
         return math.inf if self.length is None else float(max(0, self.length - self.num_items))
 
     def foresees(self, run: Hashable) -> bool:
-        """Whether each item has had one call, of `run`, and items to come are known: so are calls to come."""
+        """Whether calls to come are known: each item has had one call, of `run`, and items to come are known."""
         looked = self.length is not None or self._drawn is not None
         return looked and self.calls_once(run) and not self.num_idle
 
@@ -81,7 +81,10 @@ class Data:
         return self._drawn or 0 if self.length is None else self.length - self.num_items
 
     def _finish_item(self) -> None:
-        self.num_idle += not self._calls and self.num_items > 0
+        if not self._calls:
+            self.num_idle += self.num_items > 0
+            return
         for run, calls in self._calls.items():
-            self._most[run] = max(self._most.get(run, 0), calls)
+            if calls > self._most.get(run, 0):
+                self._most[run] = calls
         self._calls.clear()

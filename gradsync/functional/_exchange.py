@@ -1,4 +1,4 @@
-"""How the ranks tell each other what they bring to a window that closes, where no loop does it for them."""
+"""How the shares of a window travel: `Exchange`, and the two that there are: `Counted`, and the `Lane` of a loop."""
 
 from __future__ import annotations
 
@@ -20,51 +20,48 @@ if TYPE_CHECKING:
 
 
 class Exchange(Protocol):
-    """How the ranks tell each other what they bring to a window that closes."""
+    """How the ranks tell each other their shares of a window that closes."""
 
     def plan(self, window: Window) -> None:
-        """A window opens."""
+        """Called when a window opens."""
 
     def send(self, window: Window) -> Sent | None:
-        """Put this rank's share on its way; None where nothing need be said."""
+        """Send this rank's share, without waiting; None where no table is needed."""
         ...
 
     def shares(self, window: Window, sent: Sent | None) -> list[Share]:
-        """What each rank brings. Waits for what was sent, and for nothing else."""
+        """The shares of all ranks. Waits for what was sent, and for nothing else."""
         ...
 
     @property
     def due(self) -> Sequence[bool]:
-        """Which ranks are to have a micro-batch in the window that closes next, as all know; empty where all are."""
+        """By rank: whether it was to have a micro-batch in the window that closes next. Empty: all were."""
         ...
 
     @property
     def is_of_ends(self) -> bool:
-        """Whether data ends in here, so that a lone rank speaks for itself too."""
+        """Whether this is a loop, whose data ends. Then a single rank knows the mean over all ranks, too."""
         ...
 
 
 class Lane(Exchange, Protocol):
-    """What a loop is to one of the runs that are called in it."""
+    """The exchange of one run in a loop."""
 
-    def enter(self) -> None:
-        """A call begins, and opens a window if none is open."""
-
-    def ends(self) -> bool:
-        """Whether the call that has begun is the last of all."""
+    def enter(self) -> bool:
+        """Called when a call begins. Opens a window if none is open; returns whether the call is the last one."""
         ...
 
 
 class Lanes(Protocol):
-    """A loop, as its runs see it."""
+    """A loop, for its runs."""
 
     def lane(self, run: Any) -> Lane:
-        """What it is to this one."""
+        """The exchange of this run in the loop."""
         ...
 
 
 class Counted:
-    """Calls outside of any loop: each rank makes as many, and a table is sent only where shares may differ."""
+    """The exchange outside of loops: all ranks make equally many calls; a table is sent where shares may differ."""
 
     due: Sequence[bool] = ()
     is_of_ends = False
@@ -74,21 +71,17 @@ class Counted:
         self._key = key
 
     def plan(self, window: Window) -> None:
-        """Where ranks take each micro-batch together, windows must be equally long from the start."""
-        team = window.team
-        if not team.in_step or not callable(self._terms.steps):
-            return
-        with WaitingFor(lambda: f"comparing the steps of window {window.number} of {team.name}"):
-            rows = team.line.send([float(window.size)]).rows()
-        agreed([(rank, int(row[0])) for rank, row in enumerate(rows)], "number of steps in a window")
+        """Where forwards communicate, compare the sizes now: ranks with windows of other sizes would hang."""
+        if window.team.in_step and callable(self._terms.steps):
+            window.sizes = window.team.line.send([float(window.size)])
 
     def send(self, window: Window) -> Sent | None:
-        """See `Exchange`. Raises where backwards are missing that the other ranks count on."""
+        """See `Exchange`. Raises if this rank lacks backwards that the other ranks count on."""
         if window.team.num_ranks == 1:
             return None
-        self._agree_on_kind(window)
-        tells = window.kind == SUMS or self._terms.skip or callable(self._terms.steps)
-        if tells or window.num_own < window.size:
+        always = bool(self._terms.skip) or callable(self._terms.steps)  # a table is sent for each window
+        self._agree_on_kind(window, is_told_later=always)
+        if always or window.kind == SUMS or window.num_own < window.size:
             return window.team.line.send(window.share(closing=self._key).row())
         if window.kind != PLAIN and window.num_micro_batches != window.size:
             raise GradSyncError(
@@ -102,10 +95,10 @@ class Counted:
         """See `Exchange`."""
         return alike(window) if sent is None else [Share.of(row) for row in sent.rows()]
 
-    def _agree_on_kind(self, window: Window) -> None:
-        """Before a team's first synchronisation: nothing may differ that would make ranks wait forever."""
+    def _agree_on_kind(self, window: Window, *, is_told_later: bool) -> None:
+        """Before a team's first synchronisation: compare what would make ranks wait forever if it differed."""
         team = window.team
-        if window.kind == team.kind != NOTHING:
+        if team.kind != NOTHING and (is_told_later or window.kind == team.kind):
             return
         words = self._terms.in_words(window.number)
         said = meet(team.group, f"the first boundary of {team.name}", {**words, "loss": window.kind})
@@ -114,8 +107,21 @@ class Counted:
         team.kind = max(one["loss"] for one in said)
 
 
+def compare_sizes(window: Window) -> None:
+    """Before a window's first backward, raise if the ranks' windows differ in length.
+
+    The ranks were asked as it opened. The answer is read now, when the device has a forward to be busy with.
+    """
+    sizes, window.sizes = window.sizes, None
+    if sizes is None:
+        return
+    with WaitingFor(lambda: f"comparing the steps of window {window.number} of {window.team.name}"):
+        rows = sizes.rows()
+    agreed([(rank, int(row[0])) for rank, row in enumerate(rows)], "number of steps in a window")
+
+
 def alike(window: Window) -> list[Share]:
-    """The shares of ranks that each bring what this one does."""
+    """The shares of all ranks where each brings the same as this rank."""
     share = window.share()
     if window.kind == SUMS:
         share = replace(share, count=float(share.count))  # a count on a device is waited for once
@@ -123,7 +129,7 @@ def alike(window: Window) -> list[Share]:
 
 
 def meet_at_flush(team: Team, number: int, index: int) -> list[int]:
-    """How many micro-batches each rank has in its open window; raises unless all have closed as many before it."""
+    """How many micro-batches each rank has in its open window. Raises unless all ranks closed as many windows."""
     words = {"number of closed windows at flush": number}
     said = meet(team.group, f"flush of {team.name}", {**words, "open": index})
     insist([{key: one[key] for key in words} for one in said])

@@ -1,10 +1,10 @@
-"""`fit`: a step of `sync_every`, forward and backward in one, in as many parts as memory needs."""
+"""`fit`: forward and backward of a step of `sync_every`, in as many parts as memory needs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
-from gradsync.functional._fitted import Fitted
+from gradsync.functional._in_parts import InParts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,11 +17,11 @@ R = TypeVar("R")
 
 
 def fit(function: Callable[P, R], cut: bool | Cut = True) -> Fitting[P, R]:  # noqa: FBT001, FBT002 - `fit` of accumulating
-    """Forward and backward of a step of `sync_every` in one, in as many parts as memory needs: what to call for that.
+    """Make a function that runs forward and backward of a step of `sync_every`, in as many parts as memory needs.
 
-    `function` returns the loss, as one for `accumulating` does, or a `LossSum`. What comes back takes the step first,
-    and stands in the place of `step.backward(function(...))`; it returns what `function` does, its loss detached. It
-    remembers the size that fits, so make it once. `cut` is a function of (args, kwargs, parts) for arguments that are
+    `function` returns a loss or a `LossSum`, like a step function for `accumulating`. Call the result with the step and
+    the arguments, in place of `step.backward(function(...))`. It returns what `function` returns, the loss detached. It
+    remembers the size that fits, so make it once. `cut` is a function of (args, kwargs, parts), for arguments that are
     not tensors with equally many rows.
 
     >>> model = torch.nn.Linear(1, 1)
@@ -41,23 +41,23 @@ def fit(function: Callable[P, R], cut: bool | Cut = True) -> Fitting[P, R]:  # n
 
 
 class Fitting(Generic[P, R]):
-    """A function whose calls, each with its backward, run in as many parts as memory needs; made by `fit`."""
+    """Runs a function and the backward of its loss in as many parts as memory needs; made by `fit`."""
 
     def __init__(self, function: Callable[P, R], cut: bool | Cut = True) -> None:  # noqa: FBT001, FBT002
         self._function = function
-        self._fitted = Fitted(cut, getattr(function, "__qualname__", repr(function)))
+        self._fitted = InParts(cut, getattr(function, "__qualname__", repr(function)))
 
     def __call__(self, step: MicroStep, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the function on these arguments, and the backward of `step`."""
+        """Run the function on these arguments, and then the backward of `step`."""
         returned: R = step._turn.in_parts(step, self._fitted, self._function, args, kwargs)
         return returned
 
     @property
     def parts(self) -> int:
-        """In how many parts the last call ran."""
+        """The number of parts in which the last call ran."""
         return self._fitted.parts
 
     @property
     def rows(self) -> int | None:
-        """Those of its largest part, where they are known."""
+        """The number of rows in the largest part; None if not known."""
         return self._fitted.rows

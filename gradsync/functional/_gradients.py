@@ -1,4 +1,4 @@
-"""What is done to gradients: normalise, clip, check, discard. Parameters in, nothing kept."""
+"""Arithmetic on gradients: normalise, norm, clip, finite, discard. Functions of parameters, without state."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from gradsync._errors import GradSyncError
+from gradsync.engines import is_in_pieces
+from gradsync.ranks.group import several_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,10 +42,11 @@ def normalise(parameters: Iterable[nn.Parameter], factor: float) -> None:
             torch._foreach_mul_(gradients, factor)
 
 
-def norm(parameters: Iterable[nn.Parameter], *, spread: Spread = WHOLE) -> torch.Tensor:
-    """The norm of all gradients as one vector, wherever their parts live: DTensors of any meshes, others beside them.
+def norm(parameters: Iterable[nn.Parameter], *, spread: Spread | None = None) -> torch.Tensor:
+    """The norm of all gradients together: plain tensors and DTensors of any meshes.
 
-    `spread` names the ranks that plain gradients are spread over in pieces, by the id of their parameter (FSDP1).
+    `FullyShardedDataParallel` spreads plain gradients over ranks in pieces. `spread` has those ranks, by the id of the
+    parameter: `run.fit().spread`. Without it such parameters are an error.
     """
     parts: list[torch.Tensor] = []
     for place, gradients in _places(parameters, spread).items():
@@ -59,8 +64,8 @@ def norm(parameters: Iterable[nn.Parameter], *, spread: Spread = WHOLE) -> torch
     return total
 
 
-def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread = WHOLE) -> torch.Tensor:
-    """Scale the gradients down to a norm of at most `max_norm`; returns the norm that they had.
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread | None = None) -> torch.Tensor:
+    """Scale the gradients down to a norm of at most `max_norm`; returns the norm from before.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2)); weight.grad = torch.tensor([3.0, 4.0])
     >>> clip([weight], 1.0), weight.grad
@@ -68,7 +73,7 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread 
     """
     parameters = list(parameters)
     total = norm(parameters, spread=spread)
-    # torch's own, one kind at a time: it takes no sparse gradients, and no DTensors with others beside them.
+    # torch's function, for one kind at a time: it takes neither sparse gradients nor a mixture with DTensors.
     alike: defaultdict[object, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -82,19 +87,19 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread 
     return total
 
 
-def all_finite(parameters: Iterable[nn.Parameter], *, spread: Spread = WHOLE) -> bool:
-    """Whether no gradient has an inf or a NaN, on any of the ranks that share it. One host synchronisation."""
-    finite = True
+def all_finite(parameters: Iterable[nn.Parameter], *, spread: Spread | None = None) -> bool:
+    """Whether no gradient has an inf or a NaN, on any rank that has a piece of it. One host synchronisation."""
+    flags: list[torch.Tensor] = []
     for place, gradients in _places(parameters, spread).items():
         pieces = [piece for piece in map(_local, gradients) if piece.numel()]
-        # The largest element cannot overflow by itself, as a norm can. As a number, because a NaN may get lost in MAX.
+        # The largest element cannot overflow, which a 2-norm can. A flag is sent, because MAX may lose a NaN.
         odd = torch.zeros((), device=gradients[0].device)
         if pieces:
             odd = (~torch.isfinite(get_total_norm(pieces, float("inf")))).to(odd)
         for group in place.groups():
             dist.all_reduce(odd, op=dist.ReduceOp.MAX, group=group)
-        finite = finite and not odd
-    return finite
+        flags.append(odd)
+    return not flags or not torch.stack([flag.to(flags[0], non_blocking=True) for flag in flags]).any()
 
 
 def discard(parameters: Iterable[nn.Parameter]) -> None:
@@ -104,12 +109,12 @@ def discard(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _kind(gradient: torch.Tensor) -> tuple[Any, bool]:
-    """What one foreach call must not mix: meshes, and layouts."""
+    """The kind of a gradient; a foreach call takes one kind: one mesh, one layout."""
     return getattr(gradient, "device_mesh", None), gradient.is_sparse
 
 
 def _alike(parameters: Iterable[nn.Parameter]) -> Sequence[list[torch.Tensor]]:
-    """The gradients in groups that one foreach call takes."""
+    """The gradients in groups of one kind."""
     groups: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -118,22 +123,24 @@ def _alike(parameters: Iterable[nn.Parameter]) -> Sequence[list[torch.Tensor]]:
 
 
 class _Place(NamedTuple):
-    """Where some gradients live: on a mesh, spread over ranks in pieces, or whole on each rank."""
+    """Where gradients lie: on a mesh, in pieces on ranks, or whole on each rank."""
 
     mesh: Any
     is_sparse: bool
     ranks: dist.ProcessGroup | None
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups of ranks to ask, one after another, about all of a gradient."""
+        """The groups over which to reduce, one after another, to have all of a gradient."""
         if self.mesh is not None:
             return [self.mesh.get_group(dimension) for dimension in range(self.mesh.ndim)]
         return [] if self.ranks is None else [self.ranks]
 
 
-def _places(parameters: Iterable[nn.Parameter], spread: Spread) -> dict[_Place, list[torch.Tensor]]:
-    """The gradients by place. Where they are in pieces, a rank that has none takes part with an empty one."""
+def _places(parameters: Iterable[nn.Parameter], spread: Spread | None) -> dict[_Place, list[torch.Tensor]]:
+    """The gradients by place. A rank without a piece takes part with an empty piece."""
     places: defaultdict[_Place, list[torch.Tensor]] = defaultdict(list)
+    parameters = list(parameters)
+    spread = known_spread(parameters, spread)
     for parameter in parameters:
         gradient, ranks = parameter.grad, spread.get(id(parameter))
         if gradient is None and ranks is not None:
@@ -141,6 +148,16 @@ def _places(parameters: Iterable[nn.Parameter], spread: Spread) -> dict[_Place, 
         if gradient is not None:
             places[_Place(*_kind(gradient), ranks)].append(gradient)
     return places
+
+
+def known_spread(parameters: Iterable[nn.Parameter], spread: Spread | None) -> Spread:
+    """`spread`, or an error where it was left out and is needed."""
+    if spread is None and several_ranks() and any(map(is_in_pieces, parameters)):
+        raise GradSyncError(
+            "The norm of gradients that FullyShardedDataParallel has sharded, and whether they are finite, take the "
+            "pieces of all ranks, but spread= does not say which ranks these are. Pass spread=run.fit().spread."
+        )
+    return WHOLE if spread is None else spread
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
@@ -153,6 +170,6 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _full(total: torch.Tensor) -> torch.Tensor:
-    """The norm of sharded gradients is itself spread over the ranks."""
+    """The whole norm: that of DTensors is itself a DTensor."""
     full: Callable[[], torch.Tensor] | None = getattr(total, "full_tensor", None)
     return total if full is None else full()

@@ -1,14 +1,14 @@
-"""Where forwards wait for each other: who takes each micro-batch of a loop, and which is the last of its window.
+"""For engines whose forward communicates: which ranks run each micro-batch of a loop, and which is a window's last.
 
-With known lengths that is planned as a window opens. With others the ranks ask each other, one micro-batch ahead where
-they can. Asked right before it, the host would wait until the device has come to the question, behind the backward
-before it. So the question leaves a micro-batch early, before the forward that comes first: when it is read, the device
-has all of that micro-batch still to do. A rank can speak of its next micro-batch if its loop has called once for each
-item, and if it knows two items more than the one in hand.
+Where lengths are known, that is planned when a window opens. Where not, the ranks ask each other (a table), one
+micro-batch ahead if they can. A question right before its micro-batch would make the host wait for the device: the
+answer comes behind the backward before it. So the question for a micro-batch leaves before the forward of the
+micro-batch before it; when the answer is read, the device still has all of that to do. A rank can answer for its next
+micro-batch if its loop has made one call for each item so far, and if it has drawn two items beyond the current one.
 
-What is said ahead is a promise, and may be broken: the loop's body passes over an item, or calls twice for one. Who has
-promised a micro-batch and has none repeats its last. That nothing comes any more is taken on no promise: then the ranks
-ask once more, and wait.
+An answer given ahead is a promise, and may be broken: the loop's body may pass over an item, or call twice for it. A
+rank that has promised a micro-batch and has none repeats its last. No rank relies on a promise that the data ends: then
+the ranks ask once more, and wait.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ class Turn(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """A question on the next micro-batch of `run`, with this rank's own answer; the others' come with it."""
+    """A question about the next micro-batch of `run`: `sent` brings the answers of all ranks."""
 
     run: Run
     sent: Sent
 
 
 class InStep:
-    """The steps of one loop."""
+    """Plans the micro-batches of one loop with the other ranks."""
 
     def __init__(self, data: Data, talk: Talk) -> None:
         self._data = data
         self._talk = talk
-        self._planned: int | None = None  # calls in the open window, where the ranks need not ask
-        self._asked: _Asked | None = None  # of the next call, where they do
+        self._planned: int | None = None  # calls in the open window; None where the ranks must ask
+        self._asked: _Asked | None = None  # about the next call, where it was asked
 
     def plan(self, run: Run, window: Window) -> None:
-        """A window opens."""
+        """Called when a window opens."""
         talk, size, shares = self._talk, window.size, self._talk.shares
         lefts = [share.left for share in shares]
         self._planned = None
@@ -72,7 +72,7 @@ class InStep:
             self._asked = None
 
     def ends(self, run: Run, window: Window) -> bool:
-        """Whether the call that has begun here is the last of all, or of its window as that was planned."""
+        """Whether the call that has begun is the last of all ranks', or the last of its planned window."""
         if self._planned is not None:
             return window.index + 1 >= self._planned
         shares = self._said_ahead(run)
@@ -84,12 +84,12 @@ class InStep:
         return not any(share.left for share in shares)
 
     def next(self, stand_in: Callable[[Run, Part], Place]) -> Turn | None:
-        """The next call of the other ranks, after this one's data has ended; `stand_in` gives its place."""
+        """The next call of the other ranks, after this rank's data has ended; `stand_in` gives its place."""
         talk, run = self._talk, self._talk.chief
         assert run is not None, "they have met"
         alone = len(talk.known) == 1
         if run.window is None and alone and any(share.left for share in talk.shares):
-            stand_in(run, Part.REPEATS)  # opens it, and with that plans it
+            stand_in(run, Part.REPEATS)  # opens the window, which plans it
         if run.window is not None and self._planned is not None:
             return Turn(run, replace(stand_in(run, _part(run)), last=run.index + 1 >= self._planned))
         shares = self._said_ahead(run)
@@ -114,7 +114,7 @@ class InStep:
         return self._data.foresees(run) and len(self._talk.known) <= 1
 
     def _promise(self, run: Run) -> Share:
-        """What this rank says of its next call before it comes."""
+        """What this rank can say of its next call before that begins."""
         if self._data.has_ended:
             return Share(once=float(len(self._talk.known) <= 1))
         if not self._foresees(run):
@@ -123,34 +123,34 @@ class InStep:
         return Share(closing=float(run.key), left=float(known > 1), once=1.0) if known > 0 else Share(once=1.0)
 
     def _ask_ahead(self, run: Run, shares: Sequence[Share]) -> None:
-        """Where the ranks, who have said `shares` of this call, can speak of the next: ask now, and read it then."""
+        """Ask about the next call now, and read it then, if by `shares`, of this call, all ranks can answer."""
         can = all(share.once for share in shares) and any(share.left for share in shares)
         self._asked = _Asked(run, self._talk.question(self._promise(run))) if can else None
 
     def _said_ahead(self, run: Run) -> list[Share]:
-        """What the ranks have said ahead of the call that comes now; nothing where they were not asked."""
+        """What the ranks have said ahead of the call that begins now; nothing if they were not asked."""
         asked, self._asked = self._asked, None
         return self._talk.answers(asked.sent) if asked is not None and asked.run is run else []
 
 
 def _is_enough(shares: Sequence[Share], *, closes: bool | None) -> bool:
-    """Whether what was said ahead of a micro-batch is all that there is to know of it.
+    """Whether what was said ahead of a micro-batch is enough to run it.
 
-    `closes` tells whether it closes its window, whatever comes after it; None if that depends on whether more comes.
+    `closes` is whether it closes its window, whatever comes after it; None if that depends on whether more comes.
     """
     runs = all(share.once for share in shares) and any(share.closing != NOBODY for share in shares)
     return runs and (closes is not None or any(share.left for share in shares))
 
 
 def _closes(run: Run, size: float) -> bool | None:
-    """Whether the call that comes now closes its window, whatever comes after it; None if that depends on it."""
+    """Whether the call that begins now closes its window; None if that depends on whether more comes."""
     if run.index + 1 >= size:
         return True
     return False if run.terms.tail == "carry" else None
 
 
 def _size(run: Run, shares: Sequence[Share], stand_in: Callable[[Run, Part], Place]) -> float:
-    """How many calls the window has that the ranks are in: as they say, or else as it is planned here."""
+    """How many calls the current window has: as the ranks say, or else as planned here."""
     return max(share.size for share in shares) or stand_in(run, Part.MISSES).size
 
 

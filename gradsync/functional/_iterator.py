@@ -1,50 +1,55 @@
-"""`sync_every`: the windows of a loop that stays the user's own."""
+"""`sync_every`: windows for a loop that keeps its own backward and update."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
 from gradsync._errors import GradSyncError
+from gradsync._loss import LossSum
 from gradsync.engines import rest
-from gradsync.functional._fitted import OneBackward
+from gradsync.functional._backward import NO_RANGE
 from gradsync.functional._gradients import normalise
+from gradsync.functional._in_parts import PartedBackward
 from gradsync.functional._leaf_hooks import PlainBackward, weightless
 from gradsync.functional._loop import Loop
-from gradsync.functional._loss import LossSum
 from gradsync.functional._no_sync import check_modules
 from gradsync.functional._place import Part, Place
 from gradsync.functional._run import Run
 from gradsync.functional._stream import length
 from gradsync.functional._terms import Terms, Who
+from gradsync.functional._turn_checks import StepWatch, insist_on_none_inside, insist_on_none_left, leave
 from gradsync.ranks.group import require_group
 from gradsync.ranks.lost import waited
 from gradsync.ranks.meet import insist, meet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
 
     import torch
     from torch import nn
 
     from gradsync.functional._backward import RunBackward
-    from gradsync.functional._fitted import Fitted
+    from gradsync.functional._in_parts import InParts
     from gradsync.functional._share import Closing
     from gradsync.functional._steps import Steps
 
 T = TypeVar("T")
 
+_NUM_LOOKED_AT = 2  # windows
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MicroStep:
-    """One micro-batch's place in its window, and its backward.
+    """The place of a micro-batch in its window, and its backward.
 
-    `size` is what the window was planned to have; a tail ends sooner. `last` tells that the window closes in this
-    turn. A `replay` is an item that was handed out before: the other ranks need this one to take part, and its
-    gradients weigh nothing.
+    `size` is the planned number of micro-batches; a tail ends sooner. `last` says that the window closes with this
+    step. A `replay` is an item that was handed out before: the other ranks have more data and need this rank to take
+    part. Its gradients weigh nothing.
     """
 
     index: int
@@ -59,17 +64,17 @@ class MicroStep:
     ) -> None:
         """Scale the loss and run its backward; on the last micro-step, synchronise and normalise the gradients.
 
-        Afterwards, on the last one, each gradient is the mean over all micro-batches of all ranks in the window. With
-        `count`, `loss` is a sum over `count` items, and the gradient is that of all sums over all counts. With AMP,
-        pass `scaler.scale(loss)`. `run` says who runs the backward: `run=accelerator.backward`.
+        After the last one, each gradient is the mean over all micro-batches of all ranks in the window. With `count`,
+        `loss` is a sum over `count` items, and the gradient is that of all sums over all counts. With AMP, pass
+        `scaler.scale(loss)`. `run` runs the backward in place of `loss.backward`: `run=accelerator.backward`.
         """
         self._turn.backward(self, loss if count is None else LossSum(loss, count), run)
 
     @property
     def empty(self) -> bool:
-        """Whether the window that this step has closed held nothing to average: counts that add up to zero.
+        """Whether this step has closed a window with nothing to average: its counts add up to zero.
 
-        There are no gradients then. `optimizer.step()` does nothing, and a GradScaler must not be asked to step.
+        There are no gradients then. `optimizer.step()` does nothing; do not call `scaler.step()`.
         """
         return self._turn.is_empty
 
@@ -85,9 +90,9 @@ def sync_every(
 ) -> Iterator[MicroStep] | Iterator[tuple[MicroStep, T]]:
     """Micro-steps that synchronise once every `steps`, for a loop that keeps its own backward and update.
 
-    With an iterable it yields `(MicroStep, item)` and closes the tail exactly, on ranks with different numbers of items
-    too; without, it is endless, to zip with a loop. What runs in the loop's body is held or not by the step that it is
-    in. Leaving the loop in any way leaves the model's engine as it was.
+    With an iterable it yields `(MicroStep, item)` and closes the tail exactly, also where ranks have different numbers
+    of items. Without an iterable it is endless, to zip with a loop. Gradients of what runs in the loop's body stay
+    local, but in the last step of a window. However the loop is left, the model's engine is restored.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -115,10 +120,14 @@ def _endless(run: Run, models: Sequence[nn.Module]) -> Iterator[MicroStep]:
             place = run.start(who)
             if place.window == place.index == 0:
                 insist(meet(run.fit().group, "the start of sync_every", {"steps": place.size}))
-            step = turn.step(place)
-            yield from turn.take(step, place, step)
+            with turn.at(place) as step:
+                yield step
+    except BaseException as error:
+        leave(run, error, sys._getframe(0).f_back)
+        raise
     finally:
-        run.abandon()
+        turn.end()
+    run.abandon()
 
 
 def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Iterator[tuple[MicroStep, T]]:
@@ -130,14 +139,17 @@ def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Itera
     item: Any = None
     try:
         for item in loop.items(iterable):
-            place = run.start(who, loop)
-            step = turn.step(place)
-            yield from turn.take(step, place, (step, item))
+            with turn.at(run.start(who, loop)) as step:
+                yield step, item
         for _, place in loop.rest():
-            step = turn.step(place)
-            yield from turn.take(step, place, (step, item))
+            with turn.at(place) as step:
+                yield step, item
+    except BaseException as error:
+        leave(run, error, sys._getframe(0).f_back)
+        raise
     finally:
-        run.abandon()
+        turn.end()
+    run.abandon()
 
 
 class _Turn:
@@ -146,42 +158,67 @@ class _Turn:
     def __init__(self, run: Run) -> None:
         self.is_empty = False
         self._run = run
-        self._explicit = False  # whether the user calls step.backward, as far as seen
+        self._explicit = False  # whether the user has called step.backward
         self._place: Place | None = None
         self._current: MicroStep | None = None
         self._done: MicroStep | None = None
         self._plain: PlainBackward | None = None
-        self._over: Callable[[], bool] | None = None  # to be called after the user's own backward
+        self._over: Callable[[], bool] | None = None  # call it after the user's own backward
         self._closing: Closing | None = None
+        self._hooks: Sequence[Any] = ()
+        self._hold: AbstractContextManager[Any] = NO_RANGE
+        self._steps = StepWatch(run)
 
-    def step(self, place: Place) -> MicroStep:
-        """A place, as its user sees it."""
-        return MicroStep(place.index, place.window, place.size, place.last, place.part is not Part.RUNS, self)
+    def end(self) -> None:
+        """Called after the loop."""
+        self._steps.remove()
 
-    def take(self, step: MicroStep, place: Place, value: T) -> Iterator[T]:
-        """Hand out `value` with everything in place for `step`, and put everything back, however the turn ends."""
-        run = self._run
-        self._place, self._current, self._done, self._over, self._closing = place, step, None, None, None
+    def at(self, place: Place) -> _Turn:
+        """Context manager: inside, holds and hooks are in place for the `MicroStep` of a place."""
+        self._place, self._done, self._over, self._closing = place, None, None, None
         self.is_empty = False
-        hooks = self._hooks(place)
-        with run.holding(place):
-            try:
-                yield value
-            finally:
-                for one in hooks:
-                    one.remove()
-                if self._over is not None and self._over():
-                    # The user's backward raised what torch says of it, and no iterator can change that.
-                    warnings.warn(waited(run.what()), RuntimeWarning, stacklevel=3)
+        return self
+
+    def __enter__(self) -> MicroStep:
+        place = self._place
+        assert place is not None, "`at` comes first"
+        step = MicroStep(place.index, place.window, place.size, place.last, place.part is not Part.RUNS, self)
+        self._current = step
+        self._hooks = self._watch_gradients(place)
+        self._hold = self._run.holding(place)
+        self._hold.__enter__()
+        self._steps.is_on = not place.last
+        return step
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._steps.is_on = False
+        try:
+            for hook in (*self._hooks, self._plain):
+                if hook is not None:
+                    hook.remove()
+            if self._over is not None and self._over():
+                # The user's backward raised torch's error; an iterator cannot replace it, but can warn beside it.
+                warnings.warn(waited(self._run.what()), RuntimeWarning, stacklevel=3)
+        finally:
+            self._hold.__exit__(kind, error, where)
+        if kind is None:
+            self._end_place()
+
+    def _end_place(self) -> None:
+        """Called after a turn that ended without an exception."""
+        place = self._place
+        assert place is not None, "a turn has one"
         if place.last and self._closing is None:
             raise GradSyncError(
                 f"The last micro-step of a window must run a backward, which synchronises the window, but that of "
-                f"window {step.window} ended without one. Call step.backward(loss) in each turn, or end the loop."
+                f"window {place.window} ended without one. Call step.backward(loss) in each turn, or end the loop."
             )
         if place.last:
-            run.close()
+            self._run.close()
         elif self._done is None and self._over is None:
-            run.pass_by()
+            self._run.pass_by()
 
     def backward(self, step: MicroStep, loss: torch.Tensor | LossSum, runs: RunBackward | None) -> None:
         """What `MicroStep.backward` does."""
@@ -196,28 +233,28 @@ class _Turn:
     def in_parts(
         self,
         step: MicroStep,
-        fitted: Fitted,
+        fitted: InParts,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """What a `Fitting` does: forward and backward in one."""
+        """What `Fitting.__call__` does."""
         place = self._begin(step)
         if place.part is Part.MISSES:
             returned = fitted.run_forward(function, args, kwargs)
             self._close(self._run.miss(place))
             return returned
-        one = OneBackward(self._run, place)
+        one = PartedBackward(self._run, place)
         try:
             returned = fitted.run(one, function, args, kwargs)
         except BaseException as error:
-            one.end(error)  # which raises it, once the collectives that it began are complete
+            one.end(error)  # completes the collectives that it began, and raises
             raise
         self._close(one.end())
         return returned
 
     def _begin(self, step: MicroStep) -> Place:
-        """The one backward of a step begins, in its own turn."""
+        """Check that this is the first backward of the current step; returns its place."""
         if step is not self._current or self._over is not None:
             again = self._done is step or self._over is not None
             raise GradSyncError(
@@ -227,6 +264,10 @@ class _Turn:
             )
         place = self._place
         assert place is not None, "a step has one"
+        if self._run.is_plain:
+            raise self._mixed(place)
+        if not place.index:
+            insist_on_none_left(self._run.fit())
         self._current, self._done = None, step
         self._explicit = True
         if self._plain is not None:
@@ -234,36 +275,44 @@ class _Turn:
         return place
 
     def _close(self, closing: Closing | None) -> None:
-        """The backward has ended; `closing` is that of the window, if this closes it."""
+        """After the backward; `closing` is None in a held place."""
         self._closing = closing
         if closing is None:
             return
-        team = self._run.fit()
+        team, place = self._run.fit(), self._place
+        if place is not None and place.window < _NUM_LOOKED_AT:
+            self._watch_plain()
         self.is_empty = closing.factor is None
         if closing.factor is None:
             team.drop_gradients()
         else:
             normalise(team.parameters, closing.factor)
 
-    def _hooks(self, place: Place) -> list[Any]:
-        """What watches over a turn: a step of the optimizer that comes too soon, a backward that is not ours."""
-        run, team = self._run, self._run.fit()
-        hooks: list[Any] = []
+    def _watch_gradients(self, place: Place) -> Sequence[Any]:
+        """The hooks of a turn: for a replay, which weighs nothing, and for a backward of the user's own."""
         self._plain = None
-        if not place.last:
-            hooks.append(_StepWatch(run))
-        if place.part is not Part.RUNS:
-            hooks.append(weightless(team.leaves))
-        if not self._explicit and (place.last or any(engine.owes_first for engine in team.engines)):
-            self._plain = PlainBackward(team.leaves, self._join)
-            hooks.append(self._plain)
-        return hooks
+        if not place.index:
+            insist_on_none_inside(self._run.fit())
+        # A body is the same in each window: if the first windows used step.backward, the rest will.
+        if not self._explicit or (place.last and place.window < _NUM_LOOKED_AT):
+            self._watch_plain()
+        return () if place.part is Part.RUNS else (weightless(self._run.fit().leaves),)
+
+    def _watch_plain(self) -> None:
+        """Watch for a backward of the user's own, until the end of the turn."""
+        team = self._run.fit()
+        self._plain = PlainBackward(team.leaves, self._join, team.swapped)
 
     def _join(self) -> None:
-        """The user's own backward has come to a parameter, on a micro-step that synchronises."""
+        """Called when the user's own backward comes to a parameter, in a step that synchronises."""
         place, plain = self._place, self._plain
         assert place is not None, "the hooks that call this live as long as a step's turn"
         assert plain is not None, "the hooks that call this live as long as a step's turn"
+        if self._explicit:
+            raise self._mixed(place)
+        self._run.note_plain(place)
+        if not place.last and not any(engine.owes_first for engine in self._run.fit().engines):
+            return
         if self._over is None:
             self._over = self._run.join(place, plain.reached, self._note)
         elif self._closing is not None and place.last:
@@ -273,25 +322,14 @@ class _Turn:
                 "and run backward once."
             )
 
+    def _mixed(self, place: Place) -> GradSyncError:
+        """Raise: `step.backward` and plain backwards came in the same window."""
+        return GradSyncError(
+            f"Every backward of a window runs through step.backward, once in each micro-step, or none does, but in "
+            f"micro-step {place.index} of window {place.window} a plain backward of the same model came beside it. "
+            "That one is neither scaled nor, on the last micro-step, synchronised. Add the losses up, and call "
+            "step.backward once; torch.autograd.grad is no backward."
+        )
+
     def _note(self, closing: Closing | None) -> None:
         self._closing = closing
-
-
-class _StepWatch:
-    """While it is there, a step of an optimizer of the team's is an error: the gradients are not synchronised."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._handle = register_optimizer_step_pre_hook(self._check)  # torch's hook for all optimizers
-
-    def remove(self) -> None:
-        self._handle.remove()
-
-    def _check(self, optimizer: Any, *_: object) -> None:
-        mine = self._run.fit().ids
-        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
-            raise GradSyncError(
-                "An optimizer may step on the last micro-step of a window only, where the gradients are synchronised, "
-                "but optimizer.step() came on one that is held. Write: if step.last: optimizer.step(); "
-                "optimizer.zero_grad()."
-            )

@@ -1,4 +1,4 @@
-"""Hooks at the parameters, for the two things that only show there: a backward that we do not run, and a replay."""
+"""Hooks at the parameters: to notice a backward that the user runs, and to make the gradients of a replay zeros."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
 
 class LeafHooks:
@@ -21,28 +21,35 @@ class LeafHooks:
         self._handles = [leaf.register_hook(hook) for leaf in leaves if leaf.requires_grad]
 
     def remove(self) -> None:
-        """Take the hooks away; again is fine."""
+        """Remove the hooks. May be called twice."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 class PlainBackward:
-    """Tells when the user's own `loss.backward()` comes to a parameter, before its gradient is there.
+    """Calls `begin` when the user's own `loss.backward()` comes to a parameter, before its gradient is there.
 
-    What counts is what accumulates: `torch.autograd.grad`, or a backward of other models, does not.
+    Only what accumulates into these parameters counts: `torch.autograd.grad` does not, nor does another model's
+    backward.
     """
 
-    def __init__(self, leaves: Iterable[torch.Tensor], begin: Callable[[], None]) -> None:
-        """`begin` is called at each parameter."""
-        self.reached: set[int] = set()  # the ids of the leaves that it came to
+    def __init__(
+        self, leaves: Iterable[torch.Tensor], begin: Callable[[], None], swapped: Collection[int] = ()
+    ) -> None:
+        """`begin` is called at each parameter. `swapped` has the ids of leaves whose nodes must not be kept alive."""
+        self.reached: set[int] = set()  # the ids of the leaves that the backward came to
         self._begin = begin
-        # The nodes are kept, for a leaf keeps its own weakly.
-        self._nodes = [(get_gradient_edge(leaf).node, id(leaf)) for leaf in leaves if leaf.requires_grad]
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        # The nodes are kept alive here, because a leaf refers to its node weakly.
+        self._nodes = [(get_gradient_edge(leaf).node, id(leaf)) for leaf in trained if id(leaf) not in swapped]
         self._handles = [node.register_prehook(partial(self._reach, leaf)) for node, leaf in self._nodes]
+        # A tensor hook cannot tell torch.autograd.grad from a backward, but nobody can call that for such a leaf.
+        flat = [leaf for leaf in trained if id(leaf) in swapped]
+        self._handles += [leaf.register_hook(partial(self._reach, id(leaf))) for leaf in flat]
 
     def remove(self) -> None:
-        """Take the hooks away; again is fine."""
+        """Remove the hooks. May be called twice."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes = [], []
@@ -53,5 +60,5 @@ class PlainBackward:
 
 
 def weightless(leaves: Iterable[torch.Tensor]) -> LeafHooks:
-    """Replace gradients by zeros when they arrive: exact where `loss * 0` is not, with an inf or a NaN in it."""
+    """Hooks that replace gradients by zeros, which `loss * 0` would not do for an inf or a NaN."""
     return LeafHooks(leaves, lambda gradient: None if gradient is None else torch.zeros_like(gradient))

@@ -1,4 +1,4 @@
-"""A loop over data that ends: on other ranks perhaps later, whose windows this one then takes part in."""
+"""`Loop`: a loop over data that may end earlier on this rank than on others, whose windows this rank then joins."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_ASKS = -1.0  # in place of items left: what the window is that closes, this rank has to be told
+_ASKS = -1.0  # in place of `left`: this rank does not know which window closes, and asks
 
 
 class Loop:
-    """What the calls in a loop share: how far its data is, and what the ranks have said of theirs."""
+    """What the calls in a loop share: where this rank's data is, and what the ranks have said of theirs."""
 
     def __init__(self, name: str, length: int | None, runs: Callable[[], Sequence[Run]] = list) -> None:
-        """`runs` are those that may be called in the loop, as far as this rank knows them."""
+        """`runs` returns the runs that may be called in the loop, as far as this rank knows them."""
         self.name = name
         self.thread = get_ident()
         self.data = Data(length)
-        self.is_superseded = False  # whether another loop of the same calls began before this one had ended
-        self.called_from: object = None  # where the last call came from, if items have been idle
-        self.kept: dict[Run, Any] = {}  # what the last calls are made of, alive as long as the loop is
+        self.is_superseded = False  # whether another loop of the same calls has begun before the end of this one
+        self.called_from: object = None  # where the last call came from, if there were items without a call
+        self.kept: dict[Run, Any] = {}  # keeps what a replay needs alive until the loop ends
         self._talk = Talk(name, runs)
         self._in_step = InStep(self.data, self._talk)
-        self._told_end: set[Run] = set()  # whose last window has closed, as the ranks know
+        self._is_as_long = True  # whether all ranks are known to have as many items
+        self._told_end: set[Run] = set()  # runs of which this rank has told the others that their last window closes
 
     def lane(self, run: Run) -> _Lane:
-        """What this loop is to one of its runs."""
+        """The exchange of one run in this loop."""
         return _Lane(self, run)
 
     @property
@@ -58,19 +59,19 @@ class Loop:
     # -- a call -----------------------------------------------------------------------------------------------------
 
     def items(self, iterable: Iterable[T]) -> Iterator[T]:
-        """The items of an iterable, each one handed out.
+        """The items of an iterable, counted.
 
-        Where the length is not known, one item is drawn ahead; two where ranks have to speak of the next call before
-        it comes.
+        Where the length is not known, one item is drawn ahead; two where ranks tell each other of the next call before
+        it begins.
         """
         return self.data.items(iterable, self.name, lambda: 2 if self._talk.is_in_step else 1)
 
     def calls_once(self, run: Run) -> None:
-        """It is known to be called once an item."""
+        """Declare that the run is called once for each item."""
         self.data.expect_one_call(run)
 
-    def enter(self, run: Run) -> None:
-        """A call begins, and opens a window if none is open."""
+    def enter(self, run: Run) -> bool:
+        """Called when a call begins. Opens a window if none is open."""
         talk = self._talk
         if run in self._told_end and talk.team.num_ranks > 1:
             raise GradSyncError(
@@ -86,30 +87,28 @@ class Loop:
             elif run.team is None and talk.team.num_ranks > 1:
                 talk.announce(run)
             talk.called.append(run)
-        if run.window is None:
-            run.open(run.fit())
-
-    def ends(self, run: Run) -> bool:
-        """Whether the call that has begun is the last of all, on every rank where these go in step."""
-        ends = self.data.is_in_last_call(run)
-        if self._talk.is_in_step:
-            assert run.window is not None, "opened before"
-            ends = self._in_step.ends(run, run.window)
+            talk.check_keys()
+        window = run.window or run.open(run.fit())
+        if talk.is_in_step:
+            ends = self._in_step.ends(run, window)
+        else:
+            # Ranks with more items may come to another run's window first. They tell which one is next in `rest`.
+            ends = self.data.is_in_last_call(run) and (self._is_as_long or len(talk.known) <= 1)
         return ends and run.terms.tail != "carry"
 
     def plan(self, run: Run, window: Window) -> None:
-        """A window opens."""
+        """Called when a window opens."""
         self._in_step.plan(run, window)
 
     # -- a window that closes ---------------------------------------------------------------------------------------
 
     @property
     def due(self) -> Sequence[bool]:
-        """Which ranks are to have a micro-batch in the window that closes next, as all said in the table before."""
+        """By rank: whether it was to have a micro-batch in the window that closes next, by the table before."""
         return [share.left > 0 for share in self._talk.shares]
 
     def share(self, run: Run, window: Window) -> Share:
-        """What this rank says of a window that it closes."""
+        """This rank's share of a window that it closes."""
         once, left = float(self.data.calls_once(run)), self.data.left(run)
         if left == 0:
             self._told_end.add(run)
@@ -117,12 +116,12 @@ class Loop:
         return window.share(closing=float(run.key), opened=opened, left=left, once=once)
 
     def hear(self, run: Run, window: Window, sent: Sent) -> list[Share]:
-        """What the ranks have said of a window that closes."""
+        """The shares of all ranks of a window that closes."""
         talk = self._talk
         shares = [Share.of(row) for row in sent.rows()]
         talk.check_same(shares)
         if any(share.left == _ASKS for share in shares):
-            # A rank whose data has ended, and that has several windows open, did not know which one it is.
+            # A rank whose data has ended may have several windows open, and did not know which of them closes.
             mine = self.share(run, window)
             shares = [Share.of(row) for row in talk.send(mine).rows()]
         talk.shares = shares
@@ -131,9 +130,9 @@ class Loop:
     # -- after this rank's data -------------------------------------------------------------------------------------
 
     def rest(self) -> Iterator[Turn]:
-        """The places that this rank takes after its own data has ended: to close what is open, and with the others.
+        """The places that this rank takes after its own data has ended, in its own open windows and in the others'.
 
-        Whoever gets one runs, repeats or misses it before asking for the next.
+        The caller repeats or misses each of them (its `part` says which), and closes windows, before the next.
         """
         self.data.end()
         if (self._talk.chief is None and not self._meet_without_item()) or self._talk.team.num_ranks == 1:
@@ -148,7 +147,7 @@ class Loop:
 
     @property
     def _all_know_the_end(self) -> bool:
-        """Whether the ranks have told each other that nothing comes any more."""
+        """Whether all ranks have told each other that they have no more items."""
         runs = self._talk.known
         return (
             len(runs) == 1
@@ -162,7 +161,7 @@ class Loop:
                 yield Turn(run, replace(self._stand_in(run, Part.MISSES), last=True))
 
     def _next(self) -> Turn | None:
-        """The next window that some rank closes, where no forward waits for others."""
+        """The next window that any rank closes, where no forward communicates."""
         talk, runs = self._talk, self._talk.known
         alone = runs[0] if len(runs) == 1 else None
         mine = Share(open=talk.first_open, left=0.0 if alone else _ASKS)
@@ -182,7 +181,7 @@ class Loop:
     # -- meetings ---------------------------------------------------------------------------------------------------
 
     def _meet(self, run: Run) -> None:
-        """Hear at the first call, or at the end of the data, which ranks have anything at all."""
+        """At the first call, or at the end of the data without a call: compare settings, and hear who has items."""
         team, data, talk = run.fit(), self.data, self._talk
         talk.chief = run
         here = data.left(run) + (not data.has_ended)
@@ -200,6 +199,7 @@ class Loop:
             },
         )
         insist_on_windows([one["windows"] for one in said])
+        self._is_as_long = data.length is not None and all(one["items"] == data.length for one in said)
         talk.shares = [
             Share(
                 left=math.inf if one["left"] is None else one["left"],
@@ -209,14 +209,14 @@ class Loop:
             for one in said
         ]
         anything = any(share.left for share in talk.shares) or any(one["open"] for one in said)
-        owes = any(engine.owes_first for engine in team.engines)  # whose very first micro-batch takes all ranks
+        owes = any(engine.owes_first for engine in team.engines)  # all ranks must run its very first micro-batch
         if anything and (team.forward_communicates or owes or run.terms.repeats == "always"):
             check_repeats([one["can repeat"] for one in said], self.name)
         if team.has_sync_batchnorm and team.num_ranks > 1:
             check_lengths([one["items"] for one in said], self.name)
 
     def _meet_without_item(self) -> bool:
-        """No call has come in this loop; returns whether there are other ranks to go on with."""
+        """This rank has made no call in this loop: meet the other ranks; returns whether there are any."""
         runs = self._talk.known
         if not runs:
             nothing_here(f"the data of {self.name}")
@@ -229,7 +229,7 @@ class Loop:
 
 
 class _Lane:
-    """What a loop is to one of its runs: its share of a window always travels, with how far its rank's data is."""
+    """The exchange of one run in a loop. A share always travels, and says how much data this rank has left."""
 
     is_of_ends = True
 
@@ -237,11 +237,8 @@ class _Lane:
         self._loop = loop
         self._run = run
 
-    def enter(self) -> None:
-        self._loop.enter(self._run)
-
-    def ends(self) -> bool:
-        return self._loop.ends(self._run)
+    def enter(self) -> bool:
+        return self._loop.enter(self._run)
 
     def plan(self, window: Window) -> None:
         self._loop.plan(self._run, window)

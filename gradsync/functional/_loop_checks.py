@@ -1,4 +1,4 @@
-"""What the ranks of a loop must have alike, and each of them must have, before the first of them waits for another."""
+"""Checks at the beginning of a loop, before any rank could wait for another forever."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def insist_on_windows(said: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-    """Raise on every rank if ranks that know a function say different things of its windows."""
+    """Raise on every rank if the settings of a run differ among the ranks that know it."""
     for name in dict.fromkeys(name for words in said for name in words):
         knowing = [(rank, words[name]) for rank, words in enumerate(said) if name in words]
         for key in knowing[0][1]:
@@ -20,7 +20,7 @@ def insist_on_windows(said: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
 
 
 def check_repeats(can_repeat: Sequence[bool], name: str) -> None:
-    """Raise if a rank would have to repeat a call that it never made."""
+    """Raise if a rank may have to repeat a call and has made none."""
     cannot = ranks_where(not can for can in can_repeat)
     if cannot:
         raise GradSyncError(
@@ -31,7 +31,7 @@ def check_repeats(can_repeat: Sequence[bool], name: str) -> None:
 
 
 def check_lengths(lengths: Sequence[int | None], name: str) -> None:
-    """Raise if the ranks' lengths may differ where a forward waits for all ranks."""
+    """Raise if the ranks' lengths may differ where SyncBatchNorm waits for all ranks."""
     if None in lengths or len(set(lengths)) > 1:
         told = ", ".join(f"rank {rank} has {'?' if n is None else n}" for rank, n in enumerate(lengths))
         raise GradSyncError(

@@ -1,4 +1,4 @@
-"""`no_sync`: hold the gradients of some models back, on any engine."""
+"""`no_sync`: keep the gradients of models local, on any engine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class no_sync:  # noqa: N801 - a function to its users, like torch's own
     """Context manager: gradients of backwards inside stay local, on whatever engine holds the models.
 
-    Put the forward inside too: some engines read the switch there, some in backward. It restores what it found, nests,
-    and has nothing to do where no engine is. `enabled=False` does nothing, for loops that decide as they go.
+    Put the forward inside too: some engines read the switch there, some in backward. It restores what it found, and
+    can be nested. On one process it does nothing, nor does `enabled=False`.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> with gradsync.no_sync(model):
@@ -43,7 +43,7 @@ class no_sync:  # noqa: N801 - a function to its users, like torch's own
 
 
 def _insist_on_engines(models: Iterable[nn.Module], engines: Sequence[Engine]) -> None:
-    """Raise on several ranks for a model that nothing keeps in step, of which nothing could be held back."""
+    """Raise on several ranks for a model without an engine: there is nothing to hold back."""
     names = uncovered(models, engines) if several_ranks() else []
     if names:
         raise GradSyncError(

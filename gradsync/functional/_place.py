@@ -1,4 +1,4 @@
-"""A micro-batch's place: where it stands in its window, and what this rank does there."""
+"""`Place`: where a micro-batch stands in its window, and what this rank does there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class Part(Enum):
     """What a rank does in a place of a window."""
 
     RUNS = "runs"  # a micro-batch of its own
-    REPEATS = "repeats"  # a micro-batch that it ran before, without weight: the others wait in its forward
-    MISSES = "misses"  # nothing but the synchronisation
+    REPEATS = "repeats"  # its last micro-batch, without weight, because the other ranks wait in its forward
+    MISSES = "misses"  # nothing, but for the synchronisation
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One micro-batch's place. `size` is what the window was planned to have; a tail ends sooner."""
+    """The place of a micro-batch in a window. `size` is the planned number of micro-batches; a tail ends sooner."""
 
     window: int
     index: int

@@ -1,4 +1,4 @@
-"""A micro-batch's size that fits on all ranks, found before the training: for engines whose forward communicates."""
+"""`rows_that_fit`: a size of micro-batches that fits on all ranks, found before training."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
+from gradsync._loss import LossSum, find_loss
 from gradsync.engines import find
 from gradsync.functional._backward import Hold
-from gradsync.functional._loss import LossSum, find_loss
 from gradsync.functional._no_sync import check_modules
 from gradsync.parts.memory import Before, Buffers, free, is_out_of_memory, let_go
 from gradsync.parts.peak import is_room, meter_of
 from gradsync.ranks.group import require_group
 from gradsync.ranks.lost import WaitingFor
-from gradsync.ranks.meet import insist, meet, ranks_where
+from gradsync.ranks.meet import agreed, meet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
+    from gradsync.engines import Engine
     from gradsync.parts.peak import Meter, Took
 
 
@@ -34,12 +35,12 @@ def rows_that_fit(
 ) -> int:
     """The number of rows that fits in memory on all ranks: 1, 2, 4, ... up to `most`. Collective.
 
-    `function(rows)` returns the loss of a micro-batch with so many rows, as a step function does; its backward is run
-    as well. All ranks try the same size, from one row upwards, and from the third size on only if each of them expects,
-    by the memory that the last two took, that it fits: a rank that failed in the middle of a forward which communicates
-    would leave the others waiting in it. Where an attempt fails all the same, on all ranks alike, the one before it is
-    the answer. It leaves no gradients; buffers and random state are put back. Make the optimizer's state first (a step
-    with zero gradients), so that it has its room. `meter` measures an attempt in place of the device's own counters.
+    `function(rows)` returns the loss of a micro-batch with `rows` rows; its backward is run as well. All ranks try the
+    same sizes, from one row upwards. From the third size on, they try it only if every rank expects it to fit, by the
+    memory that the last two sizes took: a rank that failed in the middle of a forward that communicates would leave the
+    others waiting. If an attempt fails on all ranks all the same, the size before it is the answer. No gradients are
+    left; buffers and random state are put back. Make the optimizer's state first (a step with zero gradients), so that
+    its memory is taken into account. `meter` measures an attempt in place of the device's own counters.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> gradsync.functional.rows_that_fit(model, lambda rows: model(torch.ones(rows, 2)).sum(), most=6)
@@ -50,14 +51,15 @@ def rows_that_fit(
         raise ValueError(f"most must be the largest number of rows to try, from 1, but it is {most!r}.")
     require_group("functional.rows_that_fit")
     trial = _Trial(models, function, meter)
-    insist(meet(trial.group, "the start of rows_that_fit", {"most": most}))
+    said = trial.say("the start of rows_that_fit", {"most": most})
+    agreed([(one["rank"], one["most"]) for one in said], "most")
     found, before = 0, None
     for rows, following in _sizes(most):
         took, error = trial.run(rows)
         goes_on = took is None or following is None or is_room(before, took, following / rows)
         with WaitingFor(lambda: f"hearing whether {rows} rows fit on the other ranks"):  # noqa: B023 - at once
-            said = meet(trial.group, f"trying {rows} rows", {"fits": error is None, "goes on": goes_on})
-        lacking = ranks_where(not one["fits"] for one in said)
+            said = trial.say(f"trying {rows} rows", {"fits": error is None, "goes on": goes_on})
+        lacking = ", ".join(str(one["rank"]) for one in said if not one["fits"])
         if lacking and not found:
             raise GradSyncError(
                 f"One row must fit in memory on every rank, but it does not on rank {lacking}. Shard the model more, "
@@ -72,7 +74,7 @@ def rows_that_fit(
 
 
 def _sizes(most: int) -> Iterator[tuple[int, int | None]]:
-    """The sizes to try, each with the one after it."""
+    """The sizes to try, each with the next size."""
     rows = 1
     while rows < most:
         following = min(2 * rows, most)
@@ -81,8 +83,17 @@ def _sizes(most: int) -> Iterator[tuple[int, int | None]]:
     yield rows, None
 
 
+def _groups(engines: Sequence[Engine]) -> list[dist.ProcessGroup]:
+    """The groups in which, one after another, each rank of the model hears of all others; none where there is one."""
+    if engines:
+        # Those that run one forward together (tensor parallel) are of different groups of an engine.
+        return [engines[0].group, *engines[0].twins]
+    several = dist.is_available() and dist.is_initialized() and dist.group.WORLD is not None
+    return [dist.group.WORLD] if several else []  # type: ignore[list-item]
+
+
 class _Trial:
-    """Attempts, each of which leaves everything as it was."""
+    """Runs attempts. Each leaves everything as it was."""
 
     def __init__(self, models: Sequence[nn.Module], function: Callable[[int], Any], meter: Meter | None) -> None:
         engines = find(models)
@@ -91,16 +102,22 @@ class _Trial:
         self._meter = meter or meter_of(self._parameters[0].device)
         self._hold = Hold(engines)
         self._buffers = Buffers(models)
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.group = dist.group.WORLD if several else None
+        self._groups = _groups(engines)
         if any(parameter.grad is not None for parameter in self._parameters):
             raise GradSyncError(
                 "rows_that_fit needs a model without gradients, which an attempt would add to, but there are some. "
                 "Call it between windows, after zero_grad()."
             )
 
+    def say(self, topic: str, words: dict[str, Any]) -> list[dict[str, Any]]:
+        """What all ranks of the model say on `topic`, with their numbers."""
+        said = [{**words, "rank": dist.get_rank() if self._groups else 0}]
+        for group in self._groups:
+            said = [one for heard in meet(group, topic, {"said": said}) for one in heard["said"]]
+        return said
+
     def run(self, rows: int) -> tuple[Took | None, Exception | None]:
-        """What an attempt took; or why it failed, if that was for lack of memory."""
+        """What an attempt took; or its error, if it ran out of memory."""
         devices = {parameter.device for parameter in self._parameters if parameter.device.type != "cpu"}
         before = Before(self._buffers, sorted(devices, key=str))
         try:

@@ -1,17 +1,20 @@
-"""One window after another: what the decorator and the iterator both drive."""
+"""`Run`: opens windows and closes them, one after another. The decorator and the iterator both use it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync._errors import GradSyncError
+import torch
+from torch.autograd import profiler
+
+from gradsync._loss import LossSum, check_loss, no_gradient
 from gradsync._registry import OPEN
-from gradsync.functional._backward import NO_RANGE, Both, Joined, Order, backward, named_range, reduce
+from gradsync.functional._backward import HELD, Both, Joined, Order, backward, named_range, reduce
 from gradsync.functional._boundary import Begun, Boundary
-from gradsync.functional._crossing import Plainly, land
-from gradsync.functional._exchange import Counted, meet_at_flush
+from gradsync.functional._crossing import Plainly
+from gradsync.functional._exchange import Counted, compare_sizes, meet_at_flush
 from gradsync.functional._leaf_hooks import weightless
-from gradsync.functional._loss import LossSum, check_loss
+from gradsync.functional._others import insist_on_one_window, land
 from gradsync.functional._place import Part, Place
 from gradsync.functional._share import PLAIN
 from gradsync.functional._steps import window_size
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    import torch
     from torch.amp import GradScaler
 
     from gradsync.functional._backward import RunBackward
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Opens windows of a team, takes micro-batches into them, and closes them with the other ranks.
+    """Opens a window, takes micro-batches into it, closes it together with the other ranks, and opens the next.
 
     >>> run, model = Run("example", Terms(steps=2)), torch.nn.Linear(1, 1)
     >>> who = Who([model])
@@ -51,18 +53,19 @@ class Run:
     def __init__(self, name: str, terms: Terms, key: int = 0) -> None:
         self.name = name
         self.terms = terms
-        self.key = key  # which one it is among those of its loop: the same on all ranks
-        self.number = 0  # of closed windows
-        self._num_dropped = 0  # micro-batches of closed windows
+        self.key = key  # names this run among those of its loop; the same on all ranks
+        self.number = 0  # how many windows have closed
+        self._num_dropped = 0  # dropped micro-batches of closed windows
         self.team: Team | None = None
         self.window: Window | None = None
-        self.last: Any = None  # the last good micro-batch, if its driver can run it again: has `is_alive`
-        self.told: Window | None = None  # the one that was said to be left open
+        self.last: Any = None  # the last good micro-batch, for a replay: has `is_alive`
+        self.told: Window | None = None  # the open window that a warning has told of
         self.who = Who()
-        # What a window's synchronisation is to be inside of, where gradients go another way.
+        # How gradients travel; `overlap` and `compress` put another way here.
         self.crossing: Crossing = Plainly()
-        self._lane: Lane | None = None  # that of the current place, in a loop
-        self._heard: Sent | None = None  # what the ranks have said already of the window that closes
+        self._lane: Lane | None = None  # what the current place's loop is to this run; None without a loop
+        self._heard: Sent | None = None  # the table of the window that closes, if it was sent before
+        self._agreed = False  # whether the ranks have agreed to flush
 
     @property
     def index(self) -> int:
@@ -71,44 +74,46 @@ class Run:
 
     @property
     def num_dropped(self) -> int:
-        """How many micro-batches have brought nothing."""
+        """How many micro-batches were dropped."""
         return self._num_dropped + (0 if self.window is None else self.window.num_dropped)
 
     @property
     def can_repeat(self) -> bool:
-        """Whether a micro-batch could be run again."""
+        """Whether there is a micro-batch to run again."""
         return self.last is not None and self.last.is_alive
 
     # -- a micro-batch ----------------------------------------------------------------------------------------------
 
     def start(self, who: Who, loop: Lanes | None = None) -> Place:
         """A call begins: its place. A window is opened if none is."""
+        if torch.is_inference_mode_enabled():
+            raise no_gradient("this runs under torch.inference_mode()")
         self.who, lane = who, None if loop is None else loop.lane(self)
         self._lane = lane
-        if self.window is not None:
-            self.window.team.check_trainable(self.name)
-        elif lane is None:
+        goes_on = self.window is not None
+        if not goes_on and lane is None:
             self.open(self.fit())
-        if lane is not None:
-            lane.enter()
+        ends = lane is not None and lane.enter()
         window = self._open_window
-        ends = lane is not None and lane.ends()
         last = ends or window.index + 1 >= window.size
-        if last and window.index:
+        if goes_on and last:
             window.team.check(self.name, who.models, who.optimizers)
+        elif goes_on:
+            window.team.check_trainable(self.name)
         return Place(window.number, window.index, window.size, last)
 
     def stand_in(self, lane: Lane, part: Part) -> Place:
-        """The place of a rank whose data has ended, in a window of the others in a loop."""
+        """The place of this rank in a window of the other ranks, after its own data has ended."""
         self._lane = lane
         window = self.window or self.open(self.fit())
         return Place(window.number, window.index, window.size, last=False, part=part)
 
     def holding(self, place: Place) -> AbstractContextManager[Any]:
-        """What a micro-batch's forward and backward are to be inside of."""
+        """A context for a micro-batch's forward and backward, in which the engines hold gradients back."""
         hold = self._open_window.team.hold
-        span = named_range("gradsync.sync" if place.last else "gradsync.hold")
-        return hold if span is NO_RANGE else Both(span, hold)
+        if not profiler._is_profiler_enabled:
+            return hold
+        return Both(named_range("gradsync.sync" if place.last else "gradsync.hold"), hold)
 
     def backward(
         self,
@@ -118,18 +123,18 @@ class Run:
         scaler: GradScaler | None = None,
         run: RunBackward | None = None,
     ) -> Closing | None:
-        """One micro-batch's backward, inside `holding`; in the last place the window synchronises, and closes.
+        """Run a micro-batch's backward, inside `holding`. In the last place the window synchronises.
 
-        An exception of a type in `skip` drops the whole window on all ranks, and goes no further.
+        Returns None in a held place, and at the boundary what came to the window: make the update, then call `close`.
+        An exception of a type in `skip` is not raised; it drops the window on all ranks.
         """
         window = self._open_window
-        window.take(loss)
-        tensor, seed = self.weigh(loss, scaler)
+        tensor, seed = window.take(loss, scaler)
         window.num_own += 1
         if place.last:
             return self._boundary().synchronise(lambda order: backward(tensor, order, seed=seed, run=run))
         try:
-            backward(tensor, self._order_of_held(), seed=seed, run=run)
+            backward(tensor, self._order_of_held(window), seed=seed, run=run)
         except self.terms.skip as error:
             window.fail(error)
         window.index += 1
@@ -138,25 +143,25 @@ class Run:
     def weigh(
         self, loss: torch.Tensor | LossSum, scaler: GradScaler | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the backward of a loss, or of a part of it, runs from, and what gradient it begins with (None: 1)."""
+        """The tensor from which to run the backward of a loss, and the gradient to begin with (None: 1)."""
         return self._open_window.weigh(loss, scaler)
 
     def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Begun:
-        """One micro-batch's backward begins that its driver runs by itself; the table of a window that closes leaves.
+        """Begin a backward that the caller runs by itself. In the last place, the table leaves.
 
-        `loss` is that of the whole micro-batch. The driver arms `order.armed`, runs the backward and then calls `end`.
+        `loss` is that of the whole micro-batch. The caller arms `order.armed`, runs the backward, and calls `end`.
         """
         window = self._open_window
         window.add(loss)
         window.num_own += 1
         if not place.last:
-            return Begun(self._order_of_held(), None)
+            return Begun(self._order_of_held(window), None)
         boundary = self._boundary()
         with WaitingFor(self.what):
             return Begun(boundary.begin(), boundary)
 
     def end(self, begun: Begun, error: BaseException | None = None) -> Closing | None:
-        """That backward has ended, in `error` if it failed; what follows is as in `backward`."""
+        """To be called after that backward, with its `error` if it failed. Returns what `backward` returns."""
 
         def conclude() -> None:
             if error is None:
@@ -176,15 +181,15 @@ class Run:
         return None
 
     def spoil(self, place: Place, error: BaseException) -> Closing | None:
-        """A micro-batch failed before that backward, with gradients of it accumulated: all ranks drop the window."""
+        """A micro-batch failed before `begin`, when part of its gradients was there: all ranks drop the window."""
         self._open_window.fail(error)
         self._open_window.num_own += 1
         return self.miss(place)
 
     def repeat(self, place: Place, loss: torch.Tensor | LossSum, run: RunBackward | None = None) -> Closing | None:
-        """The backward of a micro-batch that weighs nothing, for engines whose other ranks wait in it.
+        """Run the backward of a replay, for engines where the other ranks wait in it.
 
-        Its gradients are replaced by zeros when they arrive: exact where `loss * 0` is not, with a NaN in it.
+        Zeros take the place of its gradients. (`loss * 0` would leave a NaN.)
         """
         tensor = loss.loss if isinstance(loss, LossSum) else loss
         check_loss(tensor)
@@ -193,14 +198,14 @@ class Run:
         try:
             if place.last:
                 return self._boundary().synchronise(lambda order: backward(tensor, order, run=run))
-            backward(tensor, self._order_of_held(), run=run)
+            backward(tensor, self._order_of_held(window), run=run)
         finally:
             zeros.remove()
         window.index += 1
         return None
 
     def miss(self, place: Place) -> Closing | None:
-        """Nothing is run in this place; in the last one, what is held synchronises without a backward."""
+        """Run nothing in this place. In the last place, what is held synchronises without a backward."""
         window = self._open_window
         if place.last:
             return self._boundary().synchronise(lambda _: reduce(window.active))
@@ -208,20 +213,31 @@ class Run:
         return None
 
     def drop(self, place: Place) -> Closing | None:
-        """A micro-batch that brings nothing, though it was called."""
+        """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean."""
         self.note_dropped()
         return self.miss(place)
 
     def note_dropped(self) -> None:
-        """A call brings nothing; what is run in its place is another matter."""
+        """Count a dropped call, whatever runs in its place."""
         self._open_window.num_own += 1
         self._open_window.num_dropped += 1
 
-    def join(self, place: Place, reached: set[int], done: Callable[[Closing | None], None]) -> Callable[[], bool]:
-        """A backward that is not ours has begun: synchronise in it, and call `done` at its end.
+    @property
+    def is_plain(self) -> bool:
+        """Whether a backward that is not ours has been in the open window."""
+        return self._open_window.kind == PLAIN
 
-        `reached` gets the ids of the leaves that it comes to. What is returned is to be called when it is over, however
-        it ended: it completes the collectives if the backward failed, and says whether that was in waiting for ranks.
+    def note_plain(self, place: Place) -> None:
+        """A backward that is not ours has come, in a place that is held."""
+        if place.part is Part.RUNS:
+            self._open_window.kind = PLAIN
+
+    def join(self, place: Place, reached: set[int], done: Callable[[Closing | None], None]) -> Callable[[], bool]:
+        """Synchronise in a backward that the user runs and that has begun; `done` is called at its end.
+
+        `reached` collects the ids of the leaves that the backward comes to. Call what is returned after the backward,
+        however that ended: it completes the collectives if the backward failed, and returns whether it failed while it
+        waited for other ranks.
         """
         window = self._open_window
         if place.part is Part.RUNS:
@@ -229,7 +245,7 @@ class Run:
             window.num_own += 1
             window.kind = PLAIN
         boundary = self._boundary() if place.last else None
-        order = self._order_of_held() if boundary is None else boundary.order()
+        order = self._order_of_held(window) if boundary is None else boundary.order()
 
         def finish() -> None:
             if boundary is not None:
@@ -238,22 +254,12 @@ class Run:
                 window.index += 1
                 done(None)
 
-        joined = Joined(order, reached, finish)
-
-        def over() -> bool:
-            if joined.ended or joined.waits:
-                return not joined.ended
-            joined.abort()
-            if boundary is not None:
-                boundary.complete_failed()
-            return False
-
-        return over
+        return Joined(order, reached, finish, None if boundary is None else boundary.complete_failed).over
 
     # -- a window ---------------------------------------------------------------------------------------------------
 
     def fit(self) -> Team:
-        """The team of the window that is open, or of the next one. Collective if it has to be made."""
+        """The team of the open window, or of the next. Collective where the team has to be made."""
         if self.window is not None:
             return self.window.team
         models, optimizers = self.who.models, self.who.optimizers
@@ -264,14 +270,8 @@ class Run:
         return self.team
 
     def open(self, team: Team) -> Window:
-        """Begin a window of a team that fits."""
-        for other in list(OPEN):
-            if other is not self and other.window is not None and not team.ids.isdisjoint(other.team.ids):
-                raise GradSyncError(
-                    f"A parameter can be in one open window at a time, but {self.name} begins one with parameters that "
-                    f"are in the open window of {other.name}. Call {other.name}.flush() or .reset() first, or keep the "
-                    "other model out of one of the optimizers."
-                )
+        """Open a window of this team, which must fit the models and optimizers."""
+        insist_on_one_window(self.name, team.ids, of=self)
         land(team.ids, beside=self)
         self.crossing.check(team)
         window = Window(team, self.number, window_size(self.terms.steps, self.number))
@@ -281,31 +281,35 @@ class Run:
         return window
 
     def close(self) -> None:
-        """The window that has synchronised is over."""
+        """Close the window, after it has synchronised."""
         self._end()
         self.number += 1
 
     def pass_by(self) -> None:
-        """A place has gone by, and we have run nothing in it."""
+        """Count a place in which this rank ran nothing."""
         self._open_window.num_own += 1
         self._open_window.index += 1
 
     def abandon(self) -> None:
-        """The open window is no longer ours; its gradients are left as they are."""
+        """Forget the open window. Its gradients stay."""
         self._end()
 
     def discard(self) -> None:
-        """Drop the open window with its gradients, inside the engines too."""
+        """Discard the open window and its gradients, those inside engines too."""
         if self.window is not None:
             self.window.team.drop_gradients()
         self._end()
 
     def agree_to_flush(self) -> bool:
-        """Whether any rank has an open window to close before its end. Collective; it changes nothing."""
-        return any(meet_at_flush(self.fit(), self.number, self.index))
+        """Whether any rank has an open window. Collective. Raises unless all have closed as many before it."""
+        self._agreed = any(meet_at_flush(self.fit(), self.number, self.index))
+        return self._agreed
 
     def flush(self) -> Closing | None:
-        """Close the open window now, as all ranks have agreed to. Collective."""
+        """Close the open window now; None if no rank has one. Collective: the ranks agree first, if not done yet."""
+        if not self._agreed and not self.agree_to_flush():
+            return None
+        self._agreed = False
         self._lane = None
         team = self.fit()
         window = self.window or self.open(team)
@@ -314,25 +318,26 @@ class Run:
             return self.miss(Place(window.number, window.index, window.size, last=True, part=Part.MISSES))
 
     def heard(self, sent: Sent) -> None:
-        """The ranks have said already what they bring to the window that closes next."""
+        """Take `sent` for the table of the window that closes next."""
         self._heard = sent
 
     def in_words(self) -> dict[str, Any]:
-        """What the ranks must have alike when they meet."""
+        """What must be the same on all ranks, for them to compare."""
         return {"number of closed windows": self.number, **self.terms.in_words(self.number)}
 
     def what(self) -> str:
-        """What ranks wait for each other with, in words."""
+        """What this rank waits in, for an error that names the missing ranks."""
         return f"synchronising the gradients of window {self.number} of {self.name}"
 
     def go_on_from(self, number: int, num_dropped: int) -> None:
-        """So many windows have closed before, and so many micro-batches have brought nothing."""
+        """Set the numbers of closed windows and of dropped micro-batches, as a checkpoint has them."""
         self.number, self._num_dropped = number, num_dropped
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _boundary(self) -> Boundary:
-        """That of the open window, whose last micro-batch has come."""
+        """The boundary of the open window, at its last place."""
+        compare_sizes(self._open_window)
         heard, self._heard = self._heard, None
         return Boundary(self._open_window, self.terms, self._exchange, self.crossing, heard)
 
@@ -340,8 +345,11 @@ class Run:
     def _exchange(self) -> Exchange:
         return self._lane or Counted(self.terms, self.key)
 
-    def _order_of_held(self) -> Order:
-        window = self._open_window
+    def _order_of_held(self, window: Window) -> Order:
+        if window.sizes is not None:
+            compare_sizes(window)
+        if not window.active:
+            return HELD
         # Where ranks may run out at different times, one synchronisation a window is what they can count on.
         if self.terms.sync == "each" and (self._lane is None or window.team.num_ranks == 1 or window.team.in_step):
             return Order.of_boundary(window.active, 1)

@@ -1,12 +1,15 @@
-"""What takes part, looked at as it is now: parameters and wrappers by what they are, not by which objects were seen."""
+"""`Scene`: the parameters and wrappers of models and optimizers at one moment, to be compared with another moment."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gradsync.engines import is_engine
 from gradsync.ranks.group import several_ranks
@@ -14,21 +17,35 @@ from gradsync.ranks.group import several_ranks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from torch.optim import Optimizer
+
 _Parameter = tuple[Any, ...]
+
+
+class _Module(NamedTuple):
+    """A module and its children. While these live, no id is used again."""
+
+    ref: weakref.ref[nn.Module]
+    kind: type
+    parameters: tuple[nn.Parameter | None, ...]
+    children: list[int]
 
 
 @dataclass(frozen=True, eq=False)
 class Scene:
     """The models and optimizers of a step at one moment, to be compared with another.
 
-    It holds parameters, and no modules: whoever keeps a scene must not keep a model alive.
+    It refers to parameters, not to modules, and so does not keep a model alive.
     """
 
     models: Sequence[_Parameter]
+    num_inside: int  # how many of these, from the first, are in a model
     owned: Sequence[nn.Parameter]
-    wrappers: Sequence[int]  # the ids of modules that engines are made for: as many, at the same places
-    kinds: Mapping[type, bool]  # the classes of all modules, and whether an engine is made for these
-    world: object  # the default process group, if there is one of several ranks
+    roots: Sequence[int]  # the ids of the models,
+    modules: Sequence[_Module]  # and all modules in them
+    wrappers: Sequence[int]  # places and ids of the modules that an engine is made for
+    kinds: Mapping[type, bool]  # the classes of all modules, and whether an engine is made for each
+    world: object  # the default process group, if it has several ranks
 
     @classmethod
     def of(
@@ -38,15 +55,18 @@ class Scene:
         before: Scene | None = None,
         trained: frozenset[int] | None = None,
     ) -> Scene:
-        """How things are now; what `before` knew of classes is not worked out again.
+        """The scene now. `before` spares looking up the same classes again.
 
-        Whether a parameter is frozen matters for those that are `trained`, given by their ids, and not for bystanders.
+        `trained` has the ids of the parameters for which it matters whether they are frozen: not those of bystanders.
         """
         found: dict[nn.Parameter, None] = {}
+        roots: list[int] = []
+        modules: list[_Module] = []
         wrappers: list[int] = []
         kinds: dict[type, bool] = {} if before is None else dict(before.kinds)
         seen: dict[type, None] = {}
         for model in models:
+            roots.append(id(model))
             for place, module in enumerate(model.modules()):
                 kind = type(module)
                 seen[kind] = None
@@ -55,18 +75,47 @@ class Scene:
                     wraps = kinds[kind] = is_engine(kind)
                 if wraps:
                     wrappers += [place, id(module)]
-                for parameter in module._parameters.values():
+                parameters = tuple(module._parameters.values())
+                modules.append(_Module(weakref.ref(module), kind, parameters, [*map(id, module._modules.values())]))
+                for parameter in parameters:
                     if parameter is not None:
                         found[parameter] = None
         mine = tuple(owned)
         alike = tuple(_likeness(p, trained) for p in dict.fromkeys((*found, *mine)))
         world = dist.group.WORLD if several_ranks() else None
-        return cls(alike, mine, wrappers, {kind: kinds[kind] for kind in seen}, world)
+        kinds = {kind: kinds[kind] for kind in seen}
+        return cls(alike, len(found), mine, roots, modules, wrappers, kinds, world)
+
+    def is_still(  # noqa: PLR0911 - quick: nothing is looked at after the first difference
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], trained: frozenset[int] | None = None
+    ) -> bool:
+        """Whether nothing at all has changed (quick). `is_like` ignores changes that no engine minds."""
+        if self.roots != [*map(id, models)]:
+            return False
+        mine = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
+        if len(mine) != len(self.owned) or not all(map(is_, mine, self.owned)):
+            return False
+        for ref, kind, parameters, children in self.modules:
+            module = ref()
+            if module is None or type(module) is not kind:
+                return False
+            found, inner = module._parameters, module._modules
+            if len(found) != len(parameters) or not all(map(is_, found.values(), parameters)):
+                return False
+            if (inner or children) and [*map(id, inner.values())] != children:
+                return False
+        for parameter, dtype, device, shape, trainable in self.models:
+            if parameter.dtype is not dtype or parameter.shape != shape or parameter.device != device:
+                return False
+            if trainable != (parameter.requires_grad and (trained is None or id(parameter) in trained)):
+                return False
+        return self.world is (dist.group.WORLD if several_ranks() else None)
 
     def is_like(self, other: Scene) -> bool:
         """Whether nothing has changed that matters to an engine."""
         return (
             len(self.models) == len(other.models)
+            and self.num_inside == other.num_inside
             and all(map(_alike, self.models, other.models))
             and len(self.owned) == len(other.owned)
             and all(a is b for a, b in zip(self.owned, other.owned, strict=True))
@@ -76,7 +125,7 @@ class Scene:
         )
 
     def changes(self, other: Scene) -> str:
-        """What is different in `other`, in words."""
+        """What differs in `other`, in words."""
         mine, theirs = ({id(one[0]): one for one in scene.models} for scene in (self, other))
         came, went = len(theirs.keys() - mine.keys()), len(mine.keys() - theirs.keys())
         both = [(mine[key], theirs[key]) for key in mine.keys() & theirs.keys()]
@@ -97,7 +146,7 @@ class Scene:
 
 def _likeness(parameter: nn.Parameter, trained: frozenset[int] | None) -> _Parameter:
     trainable = parameter.requires_grad and (trained is None or id(parameter) in trained)
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
+    if is_lazy(parameter):
         return parameter, None, None, None, trainable
     return parameter, parameter.dtype, parameter.device, parameter.shape, trainable
 
@@ -105,4 +154,4 @@ def _likeness(parameter: nn.Parameter, trained: frozenset[int] | None) -> _Param
 def _alike(one: _Parameter, other: _Parameter) -> bool:
     if one[0] is not other[0] or one[4] != other[4]:
         return False
-    return one[1] is None or one[1:4] == other[1:4]  # a lazy one takes any shape, once
+    return one[1] is None or one[1:4] == other[1:4]  # a lazy parameter gets its shape later

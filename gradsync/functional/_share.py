@@ -1,10 +1,12 @@
-"""What each rank brings to a window, and what all of it together comes to."""
+"""`Share`: what one rank brings to a window. `Closing`: the shares of all ranks, and the factor that follows."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
+
+import torch
 
 from gradsync._errors import GradSyncError
 from gradsync.functional._count import is_count
@@ -14,34 +16,32 @@ from gradsync.ranks.meet import agreed, ranks_where
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from gradsync.ranks.line import Sent
 
 NOTHING, MEANS, SUMS, PLAIN = 0.0, 1.0, 2.0, 3.0  # the kinds of losses
 IN_WORDS = {NOTHING: None, MEANS: "a mean", SUMS: "a LossSum", PLAIN: "a plain backward"}
-NOBODY = -1.0
+NOBODY = -1.0  # in place of a key: no run
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank brings to one window: numbers all, to be sent as a row of a table."""
+    """What one rank brings to one window: numbers only, sent as a row of a table."""
 
-    num_micro_batches: float = 0.0  # those that weigh
+    num_micro_batches: float = 0.0  # that count in the mean
     num_calls: float = 0.0  # dropped ones included
-    size: float = 0.0  # how many it was planned to have; 0 from a rank that has opened none
+    size: float = 0.0  # of the window as planned; 0 on a rank that has not opened it
     kind: float = NOTHING
-    count: float | torch.Tensor = 0.0  # what its LossSums were sums over
-    loss: float | torch.Tensor = 0.0  # the sum of its losses
-    failed: float | torch.Tensor = 0.0  # whether a backward failed, so that all ranks must drop the window
-    closing: float = NOBODY  # which of its loop's windows it must close
-    open: float = NOBODY  # the first of its loop's windows that is open here
-    left: float = 0.0  # items still to come; inf where that is not known
-    once: float = 0.0  # whether its loop has been seen to call once an item
+    count: float | torch.Tensor = 0.0  # the sum of the counts of its LossSums
+    loss: float | torch.Tensor | Sequence[torch.Tensor] = 0.0  # the sum of its losses, or those to be summed
+    failed: float | torch.Tensor = 0.0  # 1 if a backward failed: all ranks drop the window
+    closing: float = NOBODY  # the key of the run whose window it closes
+    open: float = NOBODY  # the key of the first run of the loop with an open window here
+    left: float = 0.0  # items still to come; inf if unknown
+    once: float = 0.0  # 1 if its loop has called once for each item so far
 
     def row(self) -> list[float | torch.Tensor]:
         """Its numbers, in order."""
-        return [getattr(self, name) for name in _NAMES]
+        return [_summed(self.loss) if name == "loss" else getattr(self, name) for name in _NAMES]
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Share:
@@ -63,30 +63,30 @@ _NAMES = tuple(field.name for field in fields(Share))
 
 @dataclass(frozen=True)
 class Closing:
-    """What came to a window that closes: all ranks' shares in their order, and what that makes of the gradients.
+    """What came to a window that closes: the shares by rank, and the factor for the gradients.
 
-    `factor` is what makes the engine's average over the ranks the mean over all that came; None if nothing is to be
-    averaged, and no update made. `rank` is this one's place.
+    Multiplied by `factor`, the engines' average over the ranks is the mean over all micro-batches (or counts). It is
+    None if there is nothing to average; then make no update. `rank` is this rank's own place in `shares`.
     """
 
     shares: tuple[Share, ...]
     rank: int
     factor: float | None
-    is_told: bool = True  # whether these are the ranks' own words, and not what must be
-    failures: Sent | None = None  # which ranks have failed since, where nobody has waited for that yet
+    is_told: bool = True  # whether the shares were sent, not inferred from this rank's own
+    failures: Sent | None = None  # flags of ranks that failed after the table, not read yet
 
     @classmethod
     def of(cls, shares: Sequence[Share], rank: int, *, is_told: bool = True) -> Closing:
-        """Of a window to which each rank brings its share. Raises on every rank if these do not fit together."""
+        """The closing of these shares, of all ranks. Raises on every rank if they do not fit together."""
         return cls(tuple(shares), rank, _factor(shares), is_told)
 
     def without(self) -> Closing:
-        """The same, with nothing to average: a rank has failed since."""
+        """The same, with nothing to average: a rank failed after the table."""
         return replace(self, factor=None)
 
     @property
     def filled(self) -> bool:
-        """Whether any rank had its full number of calls: else this is a tail."""
+        """Whether any rank had its full number of calls; otherwise the window is a tail."""
         return any(share.filled for share in self.shares)
 
     @property
@@ -96,43 +96,71 @@ class Closing:
 
     @property
     def own_divisor(self) -> float | torch.Tensor:
-        """What the sum of this rank's losses is to be divided by to be their mean."""
+        """The divisor that makes the sum of this rank's losses their mean."""
         share = self.shares[self.rank]
         return share.count if share.kind == SUMS else share.num_micro_batches
 
     @property
     def own_factor(self) -> float | None:
-        """What makes the sum of this rank's own gradients their mean; None if they weigh nothing.
+        """The factor that makes this rank's own gradients their mean; None if they weigh nothing.
 
-        A loss that is a mean was divided by the planned size before its backward, and a sum by nothing.
+        The backward of a mean began with 1 / size; that of a sum with 1.
         """
         share, over = self.shares[self.rank], float(self.own_divisor)
         return (1.0 if share.kind == SUMS else share.size) / over if over else None
 
     @property
     def is_of_sums(self) -> bool:
-        """Whether the losses were sums, on the ranks that had any."""
+        """Whether the losses were `LossSum`s."""
         return any(share.kind == SUMS for share in self.shares)
 
     @property
     def mean_loss(self) -> float | None:
-        """The mean loss over all that came to the window, from all ranks; None if nothing did, or nobody has said."""
+        """The mean loss over all ranks; None if there was none, or if the ranks sent no table."""
         if not self.is_told:
             return None
         over = math.fsum(float(s.count if self.is_of_sums else s.num_micro_batches) for s in self.shares)
-        return sum(float(share.loss) for share in self.shares) / over if over else None
+        return sum(float(_summed(share.loss)) for share in self.shares) / over if over else None
+
+
+def _summed(loss: float | torch.Tensor | Sequence[torch.Tensor]) -> float | torch.Tensor:
+    """The losses are added up when this is read, which most windows never are."""
+    if isinstance(loss, float | torch.Tensor):
+        return loss
+    return torch.stack([one.reshape(()) for one in loss]).sum() if loss else 0.0
 
 
 def _factor(shares: Sequence[Share]) -> float | None:
-    """What to multiply the engine's average by; None if there is nothing to average."""
+    """The factor for the engines' average; None if there is nothing to average."""
+    if len(shares) > 1:
+        _insist_on_alike(shares)
+    came = [share for share in shares if share.num_micro_batches]
+    kind = came[0].kind if came else NOTHING
+    if kind == SUMS:
+        _insist_on_counts(shares)
+    if kind == NOTHING or any(share.failed for share in shares):
+        return None
+    if kind == PLAIN:
+        return 1.0
+    if kind == SUMS:
+        count = math.fsum([float(share.count) for share in shares])
+        return len(shares) / count if count else None
+    return correction(int(came[0].size), len(shares), int(sum([share.num_micro_batches for share in came])))
+
+
+def _insist_on_alike(shares: Sequence[Share]) -> None:
+    """Raise if the ranks planned windows of different sizes, or returned different kinds of losses."""
     agreed([(r, int(share.size)) for r, share in enumerate(shares) if share.size], "number of steps in a window")
-    came = [(rank, share) for rank, share in enumerate(shares) if share.num_micro_batches]
-    if len({share.kind for _, share in came}) > 1:
+    returned = [(rank, share.kind) for rank, share in enumerate(shares) if share.num_micro_batches]
+    if len({kind for _, kind in returned}) > 1:
         raise GradSyncError(
             "All ranks must return the same kind of loss in a window, but "
-            + ", ".join(f"rank {rank} returned {IN_WORDS[share.kind]}" for rank, share in came)
+            + ", ".join(f"rank {rank} returned {IN_WORDS[kind]}" for rank, kind in returned)
             + ". Return a LossSum everywhere, or nowhere."
         )
+
+
+def _insist_on_counts(shares: Sequence[Share]) -> None:
     odd = ranks_where(not is_count(float(share.count)) for share in shares)
     if odd:
         raise GradSyncError(
@@ -140,12 +168,3 @@ def _factor(shares: Sequence[Share]) -> float | None:
             f"{odd} in this window is negative, infinite or NaN. Count what the loss is a sum over: tokens, pixels, "
             "rows."
         )
-    if not came or any(share.failed for share in shares):
-        return None
-    if came[0][1].kind == PLAIN:
-        return 1.0
-    if came[0][1].kind == SUMS:
-        count = math.fsum(float(share.count) for share in shares)
-        return len(shares) / count if count else None
-    planned = next(int(share.size) for _, share in came)
-    return correction(planned, len(shares), int(sum(share.num_micro_batches for _, share in came)))

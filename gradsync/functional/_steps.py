@@ -1,4 +1,4 @@
-"""The arithmetic of windows: integers in, integers out, nothing of torch."""
+"""The arithmetic of windows: functions of integers."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def sizes(num_micro_batches: int, steps: Steps) -> Iterator[int]:
 
 
 def correction(planned: int, num_ranks: int, num_micro_batches: int) -> float:
-    """What makes the engine's average the mean over all micro-batches of all ranks.
+    """The factor that makes the engines' average the mean over all micro-batches of all ranks.
 
-    Each rank divides each loss by the `planned` size as it comes, and the engine divides their sum by the number of
-    ranks. Right for a full window; where `num_micro_batches` in all have come in, this is what is missing. It is
-    exactly 1.0 for a full window, which therefore costs no multiplication.
+    Each rank divides each loss by the `planned` size, and the engines divide the sum by the number of ranks. That is
+    right for a full window, where the factor is exactly 1.0 and costs no multiplication. Otherwise only
+    `num_micro_batches` have come from all ranks.
 
     >>> correction(4, 2, 8), correction(4, 2, 5)
     (1.0, 1.6)

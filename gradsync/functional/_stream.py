@@ -1,4 +1,4 @@
-"""An iterable, which of its items is the last, and how many are known to come."""
+"""The items of an iterable, with how many are known to come after each."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ def with_last(iterable: Iterable[T], name: str = "a loop") -> Iterator[tuple[T, 
     >>> list(with_last(iter("ab")))
     [('a', False), ('b', True)]
     """
-    for item, known in with_known(iterable, name, lambda: 1):
+    for item, known in with_known(iterable, name, lambda: 1, length(iterable)):
         yield item, not known
 
 
-def with_known(iterable: Iterable[T], name: str, ahead: Callable[[], int]) -> Iterator[tuple[T, int]]:
+def with_known(
+    iterable: Iterable[T], name: str, ahead: Callable[[], int], known: int | None = None
+) -> Iterator[tuple[T, int]]:
     """Each item, and how many more are known to come.
 
-    Where the length is known, nothing is drawn ahead; where it is not, `ahead()` items are, asked before each.
+    Where the length is `known`, nothing is drawn ahead; where it is not, `ahead()` items are, asked before each.
 
     >>> list(with_known(iter("abcd"), "a loop", lambda: 2))
     [('a', 2), ('b', 2), ('c', 1), ('d', 0)]
     """
-    known = length(iterable)
     if known is None:
         yield from _ahead(iterable, ahead)
         return
@@ -49,7 +50,7 @@ def with_known(iterable: Iterable[T], name: str, ahead: Callable[[], int]) -> It
 
 
 def length(iterable: object) -> int | None:
-    """Its length where it has one."""
+    """The length of an iterable; None if it has none."""
     try:
         return len(iterable)  # type: ignore[arg-type]
     except TypeError:

@@ -1,4 +1,4 @@
-"""`sync_gradients`: synchronise what is accumulated already."""
+"""`sync_gradients`: synchronise what has been accumulated."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def sync_gradients(*models: nn.Module) -> None:
-    """Synchronise the accumulated gradients without another backward: for a tail, or a loop of one's own.
+    """Synchronise the accumulated gradients, without another backward. Collective.
 
-    The engine's own averaging and the user's communication hook are used, and the collectives match those of a
-    backward that synchronises, so that one rank may do this while another does that. Collective. A rank may hold no
-    gradients at all; it then adds nothing.
+    The engine's own averaging and the user's communication hook are used. The collectives match those of a backward
+    that synchronises: one rank may call this while another runs such a backward. A rank without gradients adds
+    nothing.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> with gradsync.no_sync(model):

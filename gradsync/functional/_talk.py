@@ -1,4 +1,4 @@
-"""The ranks of a loop: over whose line they exchange tables, whose windows these are about, and what was said last."""
+"""`Talk`: the tables that the ranks exchange in a loop, about which run each is, and what was said last."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gradsync._errors import GradSyncError
 from gradsync.functional._share import NOBODY, Share
 from gradsync.ranks.line import device_of
+from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import ONE_FORWARD, ranks_where
 
 if TYPE_CHECKING:
@@ -22,58 +23,61 @@ if TYPE_CHECKING:
 
 
 class Talk:
-    """What the ranks tell each other in a loop. They speak of a window by the key of its run."""
+    """What the ranks tell each other in a loop. The key of its run names a window."""
 
     def __init__(self, name: str, runs: Callable[[], Sequence[Run]]) -> None:
-        """`runs` are those that may be called in the loop, as far as this rank knows them."""
+        """`runs` returns the runs that may be called in the loop, as far as this rank knows them."""
         self.name = name
         self.runs = runs
         self.called: list[Run] = []  # in the order of their first call
-        self.chief: Run | None = None  # over whose ranks the tables go
+        self.chief: Run | None = None  # the tables go over the ranks of its team
         self.shares: Sequence[Share] = ()  # what the ranks said last
 
     @property
     def known(self) -> list[Run]:
-        """The runs whose windows the loop may come to, as far as this rank knows: the same order on all ranks."""
-        return sorted({run.key: run for run in (*self.runs(), *self.called)}.values(), key=lambda run: run.key)
+        """The runs that the loop may call, as far as this rank knows, in an order that is the same on all ranks."""
+        return sorted(dict.fromkeys((*self.runs(), *self.called)), key=lambda run: run.key)
 
     @property
     def team(self) -> Team:
-        """That of the chief, once the ranks have met."""
+        """The team of the chief, once the ranks have met."""
         assert self.chief is not None, "they have met"
         assert self.chief.team is not None, "they have met"
         return self.chief.team
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the ranks take each call together: then all windows of the loop do."""
-        runs = self.called if self.chief is None else [*self.called, self.chief]
-        return any(run.team is not None and run.team.in_step for run in runs)
+        """Whether the ranks run each call together, in one window of the loop and so in all."""
+        for run in self.called:  # asked in each call, where a generator would cost more than the answer
+            if run.team is not None and run.team.in_step:
+                return True
+        return self.chief is not None and self.chief.team is not None and self.chief.team.in_step
 
     @property
     def first_open(self) -> float:
-        """The first of the loop's windows that is open here, and is to be closed as the data ends."""
+        """The key of the first window that is open here and that the end of the data closes."""
         opened = [run.key for run in self.known if run.index and run.terms.tail != "carry"]
         return float(min(opened)) if opened else NOBODY
 
     def send(self, share: Share) -> Sent:
-        """Put this rank's share on its way."""
+        """Send this rank's share, without waiting."""
         return self.team.line.send(share.row())
 
     def ask(self, share: Share) -> list[Share]:
-        """What all ranks say before a micro-batch whose forward communicates: whether they run it, and have more."""
+        """Before a micro-batch whose forward communicates: what each rank says of it, and whether it has more."""
         return self.answers(self.question(share))
 
     def question(self, share: Share) -> Sent:
-        """The same, of which the answers are read later."""
+        """The same, without waiting: `answers` reads it later."""
         team = self.team
         for group in team.twins:
             share = replace(share, failed=share.failed + _twins_differ(group, share, team.parameters))
         return self.send(share)
 
     def answers(self, sent: Sent) -> list[Share]:
-        """What all ranks said. Raises on every rank where they contradict each other."""
-        shares = [Share.of(row) for row in sent.rows()]
+        """What each rank said. Raises on every rank if they contradict each other."""
+        with WaitingFor(lambda: f"the next micro-batch of {self.name}"):
+            shares = [Share.of(row) for row in sent.rows()]
         apart = ranks_where(bool(share.failed) for share in shares)
         if apart:
             raise GradSyncError(
@@ -84,13 +88,13 @@ class Talk:
         return shares
 
     def announce(self, run: Run) -> None:
-        """A window of a new kind is to be opened, which takes all ranks."""
+        """Tell the other ranks of a run that is new to this loop, and whose team all ranks must make."""
         shares = self.ask(Share(closing=float(run.key), left=1.0))
         if any(share.closing == NOBODY for share in shares):
             raise self._nothing_known(shares)
 
     def closing(self, shares: Sequence[Share]) -> Run | None:
-        """Whose window the ranks close next, or whose call they are in; None if all have ended, and none is open."""
+        """The run whose window closes next, or whose call it is; None if all ranks have ended and none is open."""
         closing = max(share.closing for share in shares)
         opened = [share.open for share in shares if share.open != NOBODY]
         if closing == NOBODY and not opened:
@@ -102,7 +106,7 @@ class Talk:
         return run
 
     def check_same(self, shares: Sequence[Share]) -> None:
-        """Raise on every rank if ranks close windows of different functions, models or optimizers."""
+        """Raise on every rank if the ranks close windows of different runs."""
         closing = {share.closing for share in shares if share.closing != NOBODY}
         if len(closing) > 1:
             raise GradSyncError(
@@ -111,6 +115,15 @@ class Talk:
                     f"rank {r} is at number {int(s.closing)}" for r, s in enumerate(shares) if s.closing != NOBODY
                 )
                 + " of those that the loop calls. Call the functions in one order on all ranks."
+            )
+
+    def check_keys(self) -> None:
+        """Raise for two runs of one key: the ranks could not tell their windows apart."""
+        keys = [run.key for run in self.known]
+        if len(set(keys)) < len(keys):
+            raise GradSyncError(
+                f"Each run that is called in {self.name} needs a key of its own, the same on all ranks, but the keys "
+                f"are {', '.join(map(str, keys))}. Pass key= to functional.Run: 0, 1, ..."
             )
 
     def _nothing_known(self, shares: Sequence[Share]) -> GradSyncError:
@@ -123,7 +136,7 @@ class Talk:
 
 
 def _twins_differ(group: dist.ProcessGroup, share: Share, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """1 if ranks that run one forward together say different things, else 0: on the device, which nobody waits for."""
+    """1 if ranks that run a forward together (tensor parallelism) say different things, else 0; no host wait."""
     said = (share.left > 0, share.closing != NOBODY, share.once > 0)
     device = device_of(group, parameters)
     alike = torch.stack([torch.full((), float(one), device=device) for one in said])

@@ -1,4 +1,4 @@
-"""What a run is of: the terms that the ranks share, and whose windows they are."""
+"""`Terms`: the settings of a run. `Who`: the models and optimizers whose windows these are."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Terms:
-    """What holds for all windows of a run, and must be the same on all ranks.
+    """The settings of all windows of a run, the same on all ranks.
 
-    `words` is what else the ranks are to compare. `skip` holds the exceptions that drop one micro-batch. `repeats`
-    tells when a rank whose data has ended needs a micro-batch to repeat: where "forwards" wait for each other, or
-    "always".
+    `words` has other settings, which the ranks only compare. `skip` has the exception types that drop a micro-batch.
+    `repeats` says when a rank whose data has ended must have a micro-batch to repeat: where "forwards" communicate,
+    or "always".
     """
 
     steps: Steps
@@ -35,17 +35,14 @@ class Terms:
         check_steps(self.steps)
 
     def in_words(self, number: int) -> dict[str, Any]:
-        """To be compared as window `number` closes or opens."""
+        """What the ranks compare for window `number`."""
         steps = window_size(self.steps, number)
         skip = [kind.__name__ for kind in self.skip]
         return {"steps": steps, "tail": self.tail, "sync": self.sync, "skip": skip, **self.words}
 
 
 class Who:
-    """Whose windows they are: models, and optimizers of theirs; without optimizers, all models are trained.
-
-    They are held weakly. Whoever drops a model and its optimizer drops their windows.
-    """
+    """The models and optimizers whose windows these are, held weakly. Without optimizers, all models are trained."""
 
     __slots__ = ("_models", "_optimizers")
 

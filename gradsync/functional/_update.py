@@ -1,4 +1,4 @@
-"""The boundary's update, in the one right order."""
+"""The update at a boundary, in the right order."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from gradsync._errors import GradSyncError
 from gradsync.functional._backward import named_range
-from gradsync.functional._gradients import WHOLE, all_finite, clip, normalise
+from gradsync.functional._gradients import all_finite, clip, discard, known_spread, normalise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
     from torch.amp import GradScaler
@@ -39,12 +39,12 @@ def update(
     clip_norm: float | None = None,
     factor: float = 1.0,
     nonfinite: NonFinite = "step",
-    spread: Spread = WHOLE,
+    spread: Spread | None = None,
 ) -> Update:
     """Unscale, normalise by `factor`, clip, step, update the scaler, step the schedulers, and zero the gradients.
 
-    The gradients are synchronised already. The schedulers move only if the optimizers really stepped. `grad_norm` is
-    over all optimizers and from before clipping; None without `clip_norm`. `spread` is that of `norm`.
+    The gradients are synchronised already. The schedulers step only if the optimizers really stepped. `grad_norm` is
+    over all optimizers, from before clipping; None without `clip_norm`. `spread` is explained at `norm`.
 
     >>> weight = torch.nn.Parameter(torch.ones(1)); optimizer = torch.optim.SGD([weight], lr=1.0)
     >>> weight.grad = torch.tensor([0.5])
@@ -56,7 +56,7 @@ def update(
     )
     try:
         if made.stepped:
-            move(schedulers)
+            move(schedulers, optimizers)
     finally:
         zero(optimizers)
     refuse_nonfinite(made, nonfinite)
@@ -70,11 +70,11 @@ def step_optimizers(
     clip_norm: float | None = None,
     factor: float = 1.0,
     nonfinite: NonFinite = "step",
-    spread: Spread = WHOLE,
+    spread: Spread | None = None,
 ) -> Update:
-    """The first half of `update`: what comes before the schedulers. The gradients are still there."""
+    """The first half of `update`, up to the optimizers' step. The gradients are kept."""
     with named_range("gradsync.update"):
-        parameters = list(owned(optimizers))
+        parameters = owned(optimizers)
         if scaler is not None and scaler.is_enabled():
             _ensure_scale(scaler, parameters, spread)
             for optimizer in optimizers:
@@ -85,25 +85,58 @@ def step_optimizers(
         return Update(_step(optimizers, scaler, finite=finite), grad_norm)
 
 
-def move(schedulers: Iterable[Any]) -> None:
-    """The schedulers' step, which comes once an update."""
+def move(schedulers: Iterable[Any], optimizers: Sequence[Optimizer]) -> None:
+    """Step the schedulers, once an update. Raise for a scheduler that steps the optimizers as well."""
     for scheduler in schedulers:
-        if counts_updates(scheduler):
-            updates = scheduler.__dict__.get("_gradsync_updates", 0) + 1
-            scheduler.__dict__["_gradsync_updates"] = updates
-            scheduler.step_update(updates)
-        else:
+        if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             scheduler.step()
+            continue
+        with _Unstepped(scheduler, optimizers):
+            _move_other(scheduler)
+
+
+def _move_other(scheduler: Any) -> None:
+    if counts_updates(scheduler):
+        updates = scheduler.__dict__.get("_gradsync_updates", 0) + 1
+        scheduler.__dict__["_gradsync_updates"] = updates
+        scheduler.step_update(updates)
+    else:
+        scheduler.step()
+
+
+class _Unstepped:
+    """Context manager: these optimizers have stepped; a second step, by a scheduler, is an error."""
+
+    def __init__(self, scheduler: object, optimizers: Sequence[Optimizer]) -> None:
+        self._name = type(scheduler).__name__
+        self._optimizers = optimizers
+
+    def __enter__(self) -> None:
+        self._handles = [bare_optimizer(one).register_step_pre_hook(self._refuse) for one in self._optimizers]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _refuse(self, *_: object) -> None:
+        raise GradSyncError(
+            f"A scheduler's step() sets learning rates, and the boundary has stepped the optimizer before it, but that "
+            f"of {self._name} steps the optimizer once more. Leave that out of it, or use gradsync.sync_every, where "
+            "the update is yours."
+        )
 
 
 def zero(optimizers: Iterable[Optimizer]) -> None:
-    """The gradients have been used."""
-    for optimizer in optimizers:
-        bare_optimizer(optimizer).zero_grad(set_to_none=True)
+    """Set the gradients to None."""
+    for optimizer in map(bare_optimizer, optimizers):
+        if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
+            discard(owned([optimizer]))  # like torch's zero_grad, without its profiler entries, which cost more
+        else:
+            optimizer.zero_grad(set_to_none=True)
 
 
 def refuse_nonfinite(made: Update, nonfinite: NonFinite) -> None:
-    """Raise for an update that was not made, where that is not to go unseen."""
+    """Raise if the update was not made, under `nonfinite="raise"`."""
     if not made.stepped and nonfinite == "raise":
         raise GradSyncError(
             "The gradients of a window must be finite under nonfinite='raise', but an inf or a NaN came. The window is "
@@ -111,28 +144,23 @@ def refuse_nonfinite(made: Update, nonfinite: NonFinite) -> None:
         )
 
 
-def owned(optimizers: Sequence[Optimizer]) -> Iterator[nn.Parameter]:
+def owned(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     """The parameters of the optimizers, each once."""
-    seen: set[int] = set()
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+    found = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
+    return found if len(found) == 1 else list({id(parameter): parameter for parameter in found}.values())
 
 
 def bare_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside those of Accelerate and Fabric, which has torch's hooks and gradients."""
+    """The torch optimizer inside that of Accelerate or Fabric; any other optimizer itself."""
     inner = optimizer.__dict__.get("optimizer", optimizer.__dict__.get("_optimizer"))
     return bare_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def check_steppable(one: Any) -> None:
-    """Raise if the `step` of an optimizer or scheduler needs an argument, which the boundary does not have."""
+    """Raise if the `step` of an optimizer or scheduler needs an argument: the boundary has none to give."""
     if counts_updates(one):
         return
-    needed = _needed(type(one).step)
+    needed = _needed(one)
     if needed and hasattr(one, "step_update"):
         raise TypeError(
             f"The boundary calls step_update(updates) of this {type(one).__name__}, but it counts epochs, and would "
@@ -148,14 +176,17 @@ def check_steppable(one: Any) -> None:
 
 
 def counts_updates(scheduler: Any) -> bool:
-    """Whether it is a scheduler of timm's kind that is told the number of updates."""
+    """Whether it is a scheduler of timm that takes the number of updates (`step_update`)."""
     return callable(getattr(scheduler, "step_update", None)) and not getattr(scheduler, "t_in_epochs", True)
 
 
-def _needed(step: Callable[..., object]) -> str | None:
-    """The first argument that a method cannot do without."""
+def _needed(one: Any) -> str | None:
+    """The name of the first argument of `step` without a default."""
     kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
-    parameters = list(inspect.signature(step).parameters.values())[1:]
+    # That of the class: a scheduler of torch's puts a wrapper on its optimizer.
+    method = getattr(type(one), "step", None)
+    parameters = list(inspect.signature(one.step if method is None else method).parameters.values())
+    parameters = parameters if method is None else parameters[1:]
     return next((p.name for p in parameters if p.default is p.empty and p.kind in kinds), None)
 
 
@@ -166,8 +197,8 @@ def _step(optimizers: Sequence[Optimizer], scaler: GradScaler | None, *, finite:
             for optimizer in optimizers:
                 optimizer.step()
         return finite
-    # A scaler asks for each optimizer by itself whether it came upon an inf. An update is one thing: none of them steps
-    # if any did. The gradients are unscaled, and so nothing else of the scaler's own `step` is needed.
+    # A scaler skips each optimizer by itself if that one has an inf. Here none of them steps if any has one. Nothing
+    # else of the scaler's own `step` is needed, because the gradients are unscaled already.
     flags = [flag for optimizer in optimizers for flag in scaler._found_inf_per_device(optimizer).values()]
     odd = torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).sum() if flags else None
     if odd is not None:
@@ -182,9 +213,11 @@ def _step(optimizers: Sequence[Optimizer], scaler: GradScaler | None, *, finite:
     return stepped
 
 
-def _ensure_scale(scaler: GradScaler, parameters: Sequence[nn.Parameter], spread: Spread) -> None:
-    """A rank that had no micro-batch in any window yet has a scaler that never scaled, and would not unscale."""
-    if not spread.keys().isdisjoint(map(id, parameters)) and not hasattr(scaler, "process_group"):
+def _ensure_scale(scaler: GradScaler, parameters: Sequence[nn.Parameter], spread: Spread | None) -> None:
+    """Make the scaler's scale, which a rank without a micro-batch so far lacks; raise if it cannot unscale all."""
+    if not known_spread(parameters, spread).keys().isdisjoint(map(id, parameters)) and not hasattr(
+        scaler, "process_group"
+    ):
         raise GradSyncError(
             "Gradients that FullyShardedDataParallel has sharded need a scaler that asks all ranks whether one came "
             f"upon an inf, but the scaler is a {type(scaler).__name__}, which asks its own rank. Use "

@@ -1,4 +1,4 @@
-"""One window: the micro-batches since the last boundary. It is born open, of a team, and dies closed."""
+"""`Window`: the micro-batches of this rank since the last boundary. It exists only while it is open."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync._errors import GradSyncError
+from gradsync._errors import GradSyncError, is_misuse
+from gradsync._loss import LossSum, check_loss
 from gradsync.functional._count import Count
-from gradsync.functional._loss import LossSum, check_loss
 from gradsync.functional._share import MEANS, NOBODY, NOTHING, SUMS, Share
 from gradsync.ranks.lost import is_lost
 
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
     from gradsync.functional._team import Team
+    from gradsync.ranks.line import Sent
 
 
 class Window:
-    """What came so far on this rank: how many micro-batches, what they were sums over, their losses.
+    """What has come so far on this rank: the number of micro-batches, their losses and counts.
 
-    `index` counts calls, those too that brought nothing.
+    `index` counts all places, those too that were dropped, repeated or missed.
     """
 
     __slots__ = (
@@ -40,6 +41,7 @@ class Window:
         "number",
         "scale",
         "size",
+        "sizes",
         "team",
     )
 
@@ -47,26 +49,26 @@ class Window:
         self.team = team
         self.number = number
         self.size = size
+        self.sizes: Sent | None = None  # the sizes of all ranks' windows, if the ranks were asked
         self.active = [engine for engine in team.engines if engine.trainable()]
         self.index = 0
-        self.num_own = 0  # calls of this rank: no repetitions
+        self.num_own = 0  # calls of this rank, without replays
         self.num_micro_batches = 0
-        self.num_dropped = 0  # calls that brought nothing
+        self.num_dropped = 0  # dropped calls
         self.kind = NOTHING
         self.count = Count()
         self.losses: list[torch.Tensor] = []
-        self.failed = False  # whether a backward failed in it
+        self.failed = False  # whether a backward failed with an exception in `skip`
         self.scale: Scale | None = None
 
-    def take(self, loss: torch.Tensor | LossSum) -> torch.Tensor:
-        """Count a micro-batch; returns what to run backward from."""
-        tensor = loss.loss if isinstance(loss, LossSum) else loss
-        check_loss(tensor)
+    def take(self, loss: torch.Tensor | LossSum, scaler: GradScaler | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Count a micro-batch, and check its loss; returns the tensor to run backward from."""
+        check_loss(loss.loss if isinstance(loss, LossSum) else loss)
         self.add(loss)
-        return tensor
+        return self.weigh(loss, scaler)
 
     def add(self, loss: torch.Tensor | LossSum) -> None:
-        """Count a micro-batch of this loss, from which no backward need be possible."""
+        """Count a micro-batch of this loss, unchecked: it may be detached already."""
         tensor, kind = (loss.loss, SUMS) if isinstance(loss, LossSum) else (loss, MEANS)
         if kind != self.kind:
             if self.kind != NOTHING:
@@ -78,39 +80,36 @@ class Window:
         if isinstance(loss, LossSum):
             self.count.add(loss.count)
         self.num_micro_batches += 1
-        self.losses.append(tensor.detach().clone())  # a copy, because the caller may write to the one it gets back
+        self.losses.append(tensor.detach().clone())  # a copy: the caller may write to the loss that it gets back
 
     def fail(self, error: BaseException) -> None:
-        """A backward failed that is skipped: all ranks must drop this window, as they learn when it closes."""
-        if self.team.forward_communicates or isinstance(error, GradSyncError) or is_lost(error):
+        """A backward failed with an exception in `skip`: all ranks drop this window, as the table tells them."""
+        if self.team.forward_communicates or is_misuse(error) or is_lost(error):
             raise error
         self.num_dropped += 1
         self.failed = True
         self.team.drop_gradients()
 
     def what(self) -> str:
-        """What the ranks wait for each other with as it closes, in words."""
+        """What the ranks wait in when the window closes, for an error that names the missing ranks."""
         return f"synchronising the gradients of window {self.number} of {self.team.name}"
 
     def weigh(
         self, loss: torch.Tensor | LossSum, scaler: GradScaler | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the backward of a loss runs from, and what gradient it begins with (None: 1)."""
-        tensor = loss.loss if isinstance(loss, LossSum) else loss
-        seed = None if isinstance(loss, LossSum) else self._seed(tensor)
+        """The tensor from which to run the backward of a loss, and the gradient to begin with (None: 1)."""
+        tensor, seed = (loss.loss, None) if isinstance(loss, LossSum) else (loss, self._seed(loss))
         if scaler is not None and scaler.is_enabled():
             self.scale = self.scale or Scale.of(scaler, tensor)
             tensor = self.scale.apply(tensor)
         return tensor, seed
 
-    def _seed(self, loss: torch.Tensor) -> torch.Tensor | None:
-        """The gradient that backward begins with: to the bit what `loss / size` would send on, without the division."""
-        if self.kind == SUMS:
-            return None
+    def _seed(self, loss: torch.Tensor) -> torch.Tensor:
+        """The gradient to begin with: bitwise what the backward of `loss / size` passes on, without that division."""
         key = (self.size, loss.dtype, loss.device, loss.shape)
         seeds = self.team.seeds
         seed = seeds.get(key)
-        # A parameter whose view is the loss takes the seed for its gradient, without a copy, and then it is written to.
+        # If the loss is a view of a parameter, the seed itself becomes a gradient, and is written to later.
         if seed is None or seed._version:
             if len(seeds) > 16:  # a user's steps may take any number of values
                 seeds.clear()
@@ -118,19 +117,14 @@ class Window:
         return seed
 
     def share(self, *, closing: float = NOBODY, opened: float = NOBODY, left: float = 0.0, once: float = 0.0) -> Share:
-        """What this rank brings."""
-        total: float | torch.Tensor = 0.0
-        if self.losses:
-            total = (
-                self.losses[0] if len(self.losses) == 1 else torch.stack([one.reshape(()) for one in self.losses]).sum()
-            )
+        """This rank's share; the keywords are what a loop adds to it."""
         return Share(
             num_micro_batches=float(self.num_micro_batches),
             num_calls=float(self.num_own),
             size=float(self.size),
             kind=self.kind,
             count=self.count.total,
-            loss=total,
+            loss=self.losses,
             failed=float(self.failed),
             closing=closing,
             open=opened,
@@ -139,7 +133,7 @@ class Window:
         )
 
     def state(self) -> dict[str, Any]:
-        """What came so far, but for the gradients: numbers and tensors."""
+        """What has come so far, without the gradients: numbers and tensors."""
         return {
             "size": self.size,
             "calls": self.num_own,
@@ -152,7 +146,7 @@ class Window:
         }
 
     def load(self, state: Mapping[str, Any], index: int) -> None:
-        """Put that back into a window that has just been opened."""
+        """Put such a state into a window that has just been opened."""
         device = self.team.parameters[0].device
         self.index, self.num_own = index, state["calls"]
         self.num_micro_batches, self.kind, self.failed = state["num_micro_batches"], state["kind"], state["failed"]
@@ -162,20 +156,20 @@ class Window:
 
 
 class Scale:
-    """By what a window's losses are multiplied under a `GradScaler`: the same from its first to its last.
+    """The factor of a `GradScaler` for all losses of a window.
 
-    The scaler may be shared, and change in the middle of this window as another one closes.
+    Two windows may share the scaler. It then changes in the middle of one, when the other closes.
     """
 
     __slots__ = ("_version", "value")
 
     def __init__(self, value: torch.Tensor, version: tuple[int, int] | None = None) -> None:
         self.value = value
-        self._version = version  # which scale of the scaler's it is, to be told without a look at the device
+        self._version = version  # of the scaler's tensor: tells without a host wait whether it has changed
 
     @classmethod
     def of(cls, scaler: GradScaler, like: torch.Tensor) -> Scale:
-        """The scaler's own, as it is now."""
+        """The current scale of a scaler."""
         if scaler._scale is None:
             scaler._lazy_init_scale_growth_tracker(like.device)
         current = _current(scaler)
@@ -186,7 +180,7 @@ class Scale:
         return loss * self.value.to(loss.device, non_blocking=True)
 
     def correct(self, parameters: Iterable[nn.Parameter], scaler: GradScaler) -> None:
-        """Make gradients that were scaled by this the ones that the scaler will unscale; waits for nothing."""
+        """Rescale gradients from this scale to the scaler's current scale, by which it will unscale. No host wait."""
         if scaler._scale is None:  # all of the window was scaled in another process
             scaler._lazy_init_scale_growth_tracker(self.value.device)
         current = _current(scaler)

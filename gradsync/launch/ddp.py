@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.engines._compress import check, compress_gradients
+from gradsync.launch.compress import compress_gradients
+from gradsync.overlap import check_compress
 from gradsync.ranks.group import require_group
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def ddp(model: nn.Module, *, compress: Literal["bf16"] | None = None, **kwargs: 
     >>> gradsync.ddp(model) is model  # one process
     True
     """
-    check(compress)
+    check_compress(compress)
     require_group("gradsync.ddp")
     home = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     if not isinstance(home, DistributedDataParallel):

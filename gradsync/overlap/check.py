@@ -93,7 +93,7 @@ def check_compress(compress: object) -> torch.dtype | None:
         return None
     if compress != "bf16":
         raise ValueError(
-            f"compress needs None or 'bf16', but is {compress!r}. Gradients of summed losses overflow in float16, and "
-            "those of small means vanish in it."
+            f'compress needs "bf16", or None for gradients as they are, but it is {compress!r}. (In float16, gradients '
+            "of summed losses overflow, and those of small means vanish.)"
         )
     return torch.bfloat16

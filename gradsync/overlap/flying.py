@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
-from gradsync.functional import discard
+from gradsync.functional import Who, discard
 from gradsync.overlap.provisional import inner, owned, provisional_step
 from gradsync.overlap.watch import Watch
 
@@ -43,7 +43,7 @@ class InFlight:
     """The gradients of one window between their departure and their landing."""
 
     flights: Sequence[Flight]
-    optimizers: Sequence[Optimizer]
+    who: Who  # held weakly: whoever drops a model and its optimizer frees them, and what travels with them
     parameters: Sequence[nn.Parameter]  # those that travel, and those of the optimizers
     all_used: bool  # by this rank
     watch: Watch
@@ -64,16 +64,16 @@ def depart(
     From here on a write to the parameters is noted, and `state_dict()` of the models, of what is in them, and of the
     optimizers calls `land` first. `after` is one that has landed, whose memory serves again.
     """
-    optimizers = [inner(optimizer) for optimizer in optimizers]
+    who = Who(models, [inner(optimizer) for optimizer in optimizers])
     travelling = [parameter for flight in flights for parameter in flight.parameters]
-    parameters = list({id(one): one for one in (*travelling, *owned(optimizers))}.values())
+    parameters = list({id(one): one for one in (*travelling, *owned(who.optimizers))}.values())
     all_used = all(parameter.grad is not None for parameter in travelling)
-    watch = Watch(parameters, optimizers, models, land)
+    watch = Watch(parameters, who, land)
     spare = None
     if after is not None:
         after.watch.end()
         spare = after.saved or after.spare
-    return InFlight(flights, optimizers, parameters, all_used, watch, spare=spare)
+    return InFlight(flights, who, parameters, all_used, watch, spare=spare)
 
 
 def step_ahead(
@@ -89,7 +89,7 @@ def step_ahead(
         groups.add(dist.group.WORLD)
     try:
         saved = provisional_step(
-            in_flight.optimizers,
+            in_flight.who.optimizers,
             factor=factor,
             clip_norm=clip_norm,
             nonfinite=nonfinite,

@@ -5,18 +5,19 @@ what it changes is saved before it.
 
 Private in torch (read in torch 2.13; tests/overlap/test_provisional.py fails when it changes):
 `_optimizer_step_pre_hooks` and `_optimizer_step_post_hooks` of an optimizer, `_global_optimizer_pre_hooks` and
-`_global_optimizer_post_hooks` of torch.optim.optimizer, all of which its `step` reads as it runs; and a group's
-`_get_sequence_number_for_group`, which counts its collectives.
+`_global_optimizer_post_hooks` of torch.optim.optimizer, all of which its `step` reads as it runs; a group's
+`_get_sequence_number_for_group`, which counts its collectives; and TorchDispatchMode, which sees each operation.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.optim.optimizer as torch_optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsync._errors import GradSyncError
 from gradsync.functional import all_finite, clip, discard, normalise
@@ -82,16 +83,31 @@ def provisional_step(
 
 def _step(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter], groups: list[dist.ProcessGroup]) -> None:
     before = _numbers_sent(groups)
-    with unnoticed(optimizers, parameters):
+    listening = nullcontext() if before is not None else _Collectives()  # type: ignore[no-untyped-call]
+    with unnoticed(optimizers, parameters), listening as collectives:
         for optimizer in optimizers:
             # The instance's own step: a scheduler has put a wrapper there, by which it knows that it is not first.
             optimizer.step()
-    if before != _numbers_sent(groups):
+    if before != _numbers_sent(groups) or (collectives is not None and collectives.num_seen):
         raise GradSyncError(communicates(optimizers))
 
 
-def _numbers_sent(groups: Iterable[Any]) -> list[int]:
-    return [group._get_sequence_number_for_group() for group in groups]
+def _numbers_sent(groups: Iterable[Any]) -> list[int] | None:
+    """How many collectives each group has begun; None where a backend does not count."""
+    try:
+        return [group._get_sequence_number_for_group() for group in groups]
+    except RuntimeError:  # torch 2.13: "does not yet support sequence numbers", of backends that are not torch's own
+        return None
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts the collectives that begin inside. It sees each operation, which takes longer than to ask the groups."""
+
+    num_seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_seen += func.namespace in {"c10d", "_c10d_functional"}
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -103,8 +119,9 @@ def unnoticed(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter
             stack.enter_context(_instead(optimizer, "_optimizer_step_post_hooks"))
         stack.enter_context(_instead(torch_optimizer, "_global_optimizer_pre_hooks"))
         stack.enter_context(_instead(torch_optimizer, "_global_optimizer_post_hooks"))
-        devices = {parameter.device for parameter in parameters if parameter.device.type == "cuda"}
-        stack.enter_context(torch.random.fork_rng(devices))
+        devices = {parameter.device for parameter in parameters if parameter.device.type != "cpu"}
+        for kind in {"cuda", *(device.type for device in devices)}:
+            stack.enter_context(torch.random.fork_rng([one for one in devices if one.type == kind], device_type=kind))
         yield
 
 

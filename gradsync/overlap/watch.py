@@ -2,51 +2,55 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from gradsync._errors import GradSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
+    from gradsync.functional import Who
+
 
 class Watch:
     """Watches parameters and optimizers from when it is made until `end`."""
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        optimizers: Sequence[Optimizer],
-        models: Sequence[nn.Module],
-        land: Callable[[], object] | None,
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], who: Who, land: Callable[[], object] | None) -> None:
+        """`who` has the models, for their names and their `state_dict`, and the optimizers."""
         self._parameters = parameters
-        self._optimizers = optimizers
-        self._models = models
-        self._states = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
+        self._who = who
+        self._states = [_State(weakref.ref(one), one.state, one.param_groups) for one in who.optimizers]
+        self._dtypes = [parameter.dtype for parameter in parameters]  # which what travels can land on
         self._hooks: list[_LandFirst] = []
         self.note()
         if land is not None:
-            modules: dict[int, Any] = {id(module): module for model in models for module in model.modules()}
-            self._hooks = [_LandFirst(land, one) for one in (*modules.values(), *optimizers)]
+            modules: dict[int, Any] = {id(module): module for model in who.models for module in model.modules()}
+            self._hooks = [_LandFirst(land, one) for one in (*modules.values(), *who.optimizers)]
 
     def note(self) -> None:
-        """The parameters are as they should be."""
-        self._versions = [parameter._version for parameter in self._parameters]
+        """The parameters and the optimizers' states are as they should be."""
+        self._marks = [_Mark.of(parameter) for parameter in self._parameters]
+        self._held = [list(_values(one.state)) for one in self._states]
 
     def check(self) -> None:
-        """Raise if somebody else has written to the parameters since `note`, or loaded an optimizer's state."""
-        versions = [parameter._version for parameter in self._parameters]
-        if versions != self._versions:
-            pairs = zip(self._parameters, versions, self._versions, strict=True)
-            written = {id(parameter) for parameter, now, before in pairs if now != before}
-            raise GradSyncError(_WRITTEN.format(what=_names(self._models, written)))
-        for optimizer, (state, groups) in zip(self._optimizers, self._states, strict=True):
-            if optimizer.state is not state or optimizer.param_groups is not groups:
+        """Raise if somebody else has written to the parameters since `note`, or to an optimizer's state."""
+        written = {
+            id(parameter)
+            for parameter, mark, dtype in zip(self._parameters, self._marks, self._dtypes, strict=True)
+            if parameter.dtype != dtype or not mark.is_of(parameter)
+        }
+        if written:
+            raise GradSyncError(_WRITTEN.format(what=_names(self._who.models, written)))
+        for one, held in zip(self._states, self._held, strict=True):
+            optimizer = one.optimizer()
+            if optimizer is not None and not one.is_as(optimizer, held):
                 raise GradSyncError(_WRITTEN.format(what=f"the state of {type(optimizer).__name__}"))
 
     def end(self) -> None:
@@ -64,6 +68,70 @@ _WRITTEN = (
     "may write to them until then, but {what} was written to. Do it in on_update, which sees the true parameters, or "
     "call settle() before it."
 )
+
+
+class _Mark(NamedTuple):
+    """Where a parameter's values are, and how often they had been written to.
+
+    A write through `parameter.data` does not count; another tensor in the place of `data` is another memory.
+    """
+
+    version: int
+    alias: torch.Tensor  # keeps that memory, so that no other tensor can be in it
+    place: int
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> _Mark:
+        alias = parameter.detach()
+        return cls(parameter._version, alias, _place(alias))
+
+    def is_of(self, parameter: nn.Parameter) -> bool:
+        """Whether nobody has written to it since."""
+        alias = self.alias
+        alike = (parameter.dtype, parameter.device, parameter.shape) == (alias.dtype, alias.device, alias.shape)
+        return alike and parameter._version == self.version and _place(parameter.detach()) == self.place
+
+
+class _State(NamedTuple):
+    """An optimizer, and the containers that are put back into it."""
+
+    optimizer: weakref.ref[Optimizer]
+    state: Any
+    groups: Any
+
+    def is_as(self, optimizer: Optimizer, held: Sequence[_Value]) -> bool:
+        """Whether its state is the one that `held` was read from, and holds the same."""
+        if optimizer.state is not self.state or optimizer.param_groups is not self.groups:
+            return False
+        now = list(_values(self.state))
+        return len(now) == len(held) and all(map(_Value.is_same, now, held))
+
+
+class _Value(NamedTuple):
+    """Something that an optimizer's state holds."""
+
+    owner: Any
+    name: Any
+    value: Any
+    version: int
+
+    def is_same(self, other: _Value) -> bool:
+        one = self.owner is other.owner and self.name == other.name and self.value is other.value
+        return one and self.version == other.version
+
+
+def _values(state: Any) -> Iterator[_Value]:
+    """What the state of each parameter holds; what is nested deeper is not looked at."""
+    for owner, entry in state.items():
+        for name, value in entry.items() if isinstance(entry, dict) else ():
+            yield _Value(owner, name, value, value._version if isinstance(value, torch.Tensor) else 0)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a subclass without a storage of its own
+        return 0
 
 
 class _LandFirst:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    import torch
+# What a gradient is, without keeping it alive: its id, its version, whether it is a view, and whether it is sparse (a
+# dense one in the place of a sparse one may get the same id).
+_State: TypeAlias = "tuple[int, int, bool, bool]"
 
 
 class Arrived:
@@ -24,10 +27,7 @@ class Arrived:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
-        self._before = [
-            None if (gradient := parameter.grad) is None else (id(gradient), gradient._version, gradient._is_view())
-            for parameter in parameters
-        ]
+        self._before = [None if (gradient := parameter.grad) is None else _state(gradient) for parameter in parameters]
         self._told: set[int] = set()
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._tell)
@@ -42,18 +42,34 @@ class Arrived:
 
     def missing(self) -> list[torch.Tensor]:
         """The parameters that need a gradient and have got nothing since."""
-        if len({parameter.device for parameter in self._parameters}) > 1:
-            time.sleep(0.05)  # each device has a thread of its own, which may still finish what it is at
+        _wait_for_threads({parameter.device for parameter in self._parameters})
         pairs = zip(self._parameters, self._before, strict=True)
         return [one for one, before in pairs if one.requires_grad and not self._has_got(one, before)]
 
-    def _has_got(self, parameter: torch.Tensor, before: tuple[int, int, bool] | None) -> bool:
+    def _has_got(self, parameter: torch.Tensor, before: _State | None) -> bool:
         gradient = parameter.grad
         if gradient is None or before is None:
             return gradient is not None
         if before[2]:
             return id(parameter) in self._told
-        return (id(gradient), gradient._version, gradient._is_view()) != before
+        return _state(gradient) != before
 
     def _tell(self, parameter: torch.Tensor) -> None:
         self._told.add(id(parameter))
+
+
+def _state(gradient: torch.Tensor) -> _State:
+    return id(gradient), gradient._version, gradient._is_view(), gradient.is_sparse
+
+
+def _wait_for_threads(devices: Iterable[torch.device]) -> None:
+    """Where a backward has failed, each device's thread may still be at a gradient of its own: wait until it is not.
+
+    Such a thread does one thing after another, and drops what is left of a backward that failed. So when it has done
+    something new, it is done with the old. Tensors without elements need no memory.
+    """
+    for device in devices:
+        if device.type != "cpu":
+            with torch.enable_grad():
+                nothing = torch.empty(0, device=device, requires_grad=True)
+                torch.autograd.grad(nothing.view(0), nothing, torch.empty(0, device=device))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._loss import LossSum, check_loss, find_loss
+from gradsync._loss import LossSum, check_loss, find_loss
 from gradsync.parts.arrived import Arrived
 from gradsync.parts.cut import first_rows, shape_of
 from gradsync.parts.loss import add, plain, put, without_graph
@@ -36,18 +36,17 @@ if TYPE_CHECKING:
 class Work:
     """What there is to run, and how.
 
-    `backward(loss, weight, whole)` is the one real backward of a call: of the part's `loss`, begun with the gradient
-    `weight` (1.0 where the call fits), held or armed; it does not complete the engines' collectives. `whole` is the
-    loss of the whole micro-batch, for the table: what `find_loss` would give if the call had fitted. The other parts'
-    backwards run before it, or after it where it failed, and begin at `scale(loss)`: what it does to the loss itself.
+    `weigh(loss, weight)` tells what the backward of a part runs from, and the gradient that it begins with (None: 1),
+    for a part that weighs so much of the call. `backward(tensor, seed, whole)` is the one real backward of a call: from
+    these, held or armed; it does not complete the engines' collectives. `whole` is the loss of the whole micro-batch,
+    for the table: what `find_loss` would give if the call had fitted. The other parts' backwards run before it, or
+    after it where it failed.
     """
 
     function: Callable[..., Any]
-    backward: Callable[[torch.Tensor | LossSum, float, torch.Tensor | LossSum], None]
+    weigh: Callable[[torch.Tensor | LossSum, float], tuple[torch.Tensor, torch.Tensor | None]]
+    backward: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | LossSum], None]
     parameters: Sequence[torch.Tensor]
-    scale: Callable[[torch.Tensor | LossSum], torch.Tensor] = lambda loss: (
-        loss.loss if isinstance(loss, LossSum) else loss
-    )
     #: Entered around forward and backward of parts once the real backward has begun: keeps armed engines held.
     held: Callable[[], AbstractContextManager[Any]] = nullcontext
     #: Called right before the first gradient changes; again does no harm.
@@ -144,7 +143,7 @@ class _Call:
     def _try(self, piece: Piece) -> None:
         """Forward and backward of one piece: the real backward if it is the last one and that has not begun."""
         args, kwargs = piece.arguments
-        before = self.fit.before()
+        before = self.fit.before(args, kwargs)
         try:
             if self.is_spent:
                 with self.work.held():
@@ -158,6 +157,7 @@ class _Call:
                 before.put_back()
             raise
         before.keep()
+        piece.arguments = ((), {})  # the body may have left activations in them
         self.fitted.append(piece)
 
     def _run_really(self, piece: Piece, returned: Any) -> None:
@@ -165,16 +165,20 @@ class _Call:
         weight = self._check(piece, found)
         whole = found if not self.fitted else add(self.whole, found, weight)
         left = work.parameters if piece.left is None else piece.left
+        tensor, seed = work.weigh(found, weight)  # before the one real backward is spent: this allocates as well
         work.begin()
-        self.is_spent = True
         arrived = Arrived(left)
+        self.is_spent = True
         joining: AbstractContextManager[set[int]] = nullcontext(set()) if self.quiet is None else self.quiet.joined()
         joined: set[int] = set()
         try:
             with joining as joined:
-                work.backward(found, weight, whole)
+                work.backward(tensor, seed, whole)
         except Exception as error:
-            self.is_broken, self.whole = True, plain(whole)
+            self.is_broken = True
+            if is_out_of_memory(error):
+                check_graph(tensor, work.parameters)  # which may be another one than the first
+            self.whole = plain(whole)
             missing = arrived.missing()
             if self.quiet is not None:
                 self.quiet.keep_waiting(missing, joined)
@@ -198,7 +202,7 @@ class _Call:
             self.quiet = Quiet()
         self.work.begin()
         if piece.left:
-            self.quiet.backward(self.work.scale(found), weight, piece.left)
+            self.quiet.backward(*self.work.weigh(found, weight), piece.left)
         if not self.is_spent:
             self.whole = add(self.whole, found, weight)
         if not self.todo:

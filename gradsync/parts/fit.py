@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from gradsync.parts.refuse import check_engines, check_models
 from gradsync.parts.sizes import Sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
@@ -54,9 +55,9 @@ class Fit:
             devices = {parameter.device for model in models for parameter in model.parameters()}
             self._devices = sorted((one for one in devices if one.type != "cpu"), key=str)
 
-    def before(self) -> Before:
-        """What an attempt may change, before it does."""
-        return Before(self._buffers, self._devices)
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Before:
+        """What an attempt with these arguments may change, before it does."""
+        return Before(self._buffers, self._devices, args, kwargs)
 
     def check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise unless this call could be cut; before the first, rather than in hour nine."""
@@ -83,4 +84,19 @@ class Fit:
 
     def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int) -> list[Arguments]:
         """The arguments of each part; fewer than two where they cannot be cut."""
-        return [(tuple(some), dict(others)) for some, others in self._cut(args, kwargs, parts)]
+        came: Any = self._cut(args, kwargs, parts)
+        pieces = list(came) if isinstance(came, Iterable) else [came]
+        if not all(map(_is_pair, pieces)):
+            raise GradSyncError(
+                f"The function that fit is given for {self.name} must return the arguments of each part, a list of "
+                "pairs (args, kwargs), each a tuple and a dict, but something else came. Return, for instance, "
+                "[((model, optimizer, some), kwargs), ((model, optimizer, others), kwargs)]."
+            )
+        return [(tuple(some), dict(others)) for some, others in pieces]
+
+
+def _is_pair(piece: object) -> bool:
+    """Whether this is a part's (args, kwargs)."""
+    if not isinstance(piece, tuple | list) or len(piece) != 2:
+        return False
+    return isinstance(piece[0], tuple | list) and isinstance(piece[1], Mapping)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gradsync.functional._loss import LossSum, detach, find_loss
+from gradsync._loss import LossSum, detach, find_loss
 
 
 def add(whole: torch.Tensor | LossSum | None, part: torch.Tensor | LossSum, weight: float) -> torch.Tensor | LossSum:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradsync._errors import GradSyncError
+from gradsync.parts.handed import Handed, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from typing import TypeAlias
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any, TypeAlias
 
     from torch import nn
 
@@ -65,11 +66,18 @@ def free() -> None:
 
 
 class Before:
-    """The random state and the buffers as they were before an attempt."""
+    """The arguments, the random state and the buffers as they were before an attempt."""
 
-    __slots__ = ("_buffers", "_copies", "_cpu", "_devices", "_seen")
+    __slots__ = ("_buffers", "_copies", "_cpu", "_devices", "_handed", "_seen")
 
-    def __init__(self, buffers: Buffers, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        buffers: Buffers,
+        devices: Sequence[torch.device],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._handed = Handed(args, kwargs or {})
         self._cpu = torch.default_generator.get_state()
         self._devices = (
             [(device, torch.get_device_module(device).get_rng_state(device)) for device in devices] if devices else ()
@@ -92,6 +100,7 @@ class Before:
             torch.get_device_module(device).set_rng_state(state, device)
         if self._seen:
             self._buffers.put_back(self._seen, self._copies)
+        self._handed.put_back()
 
 
 class Buffers:
@@ -106,8 +115,7 @@ class Buffers:
         self._places = [
             (weakref.ref(module), name)
             for module in modules.values()
-            for name, one in module._buffers.items()
-            if one is not None
+            for name in module._buffers  # None as well, which a first forward may replace
         ]
         self._moving: set[int] | None = None  # indices in places; None until an attempt has shown them
 
@@ -120,7 +128,7 @@ class Buffers:
 
     def see(self) -> tuple[Seen, dict[int, torch.Tensor]]:
         """What there is now, and copies of what an attempt may change."""
-        seen = [(one, _version(one)) for one in map(self._at, range(len(self._places)))]
+        seen = [(one, version_of(one)) for one in map(self._at, range(len(self._places)))]
         moving = range(len(seen)) if self._moving is None else self._moving
         return seen, {index: one.clone() for index in moving if (one := seen[index][0]) is not None}
 
@@ -137,7 +145,7 @@ class Buffers:
                 continue
             before, version = seen[index]
             module._buffers[name] = before  # another object may have been put in its place
-            if _version(before) == version:
+            if version_of(before) == version:
                 continue
             if before is None or index not in copies:
                 raise GradSyncError(
@@ -152,14 +160,10 @@ class Buffers:
         return [
             index
             for index, (before, version) in enumerate(seen)
-            if self._at(index) is not before or _version(before) != version
+            if self._at(index) is not before or version_of(before) != version
         ]
 
     def _at(self, index: int) -> torch.Tensor | None:
         ref, name = self._places[index]
         module = ref()
         return None if module is None else module._buffers.get(name)
-
-
-def _version(buffer: torch.Tensor | None) -> int:
-    return -1 if buffer is None else buffer._version

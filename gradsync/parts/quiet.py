@@ -22,13 +22,13 @@ class Quiet:
         self._waiting: dict[torch.Tensor, torch.Tensor] = {}
         self._reached: dict[torch.Tensor, None] = {}
 
-    def backward(self, loss: torch.Tensor, weight: float, parameters: list[torch.Tensor]) -> None:
-        """Add the gradients of `weight * loss`. Those that have got theirs leave the list, also if it fails."""
+    def backward(self, loss: torch.Tensor, seed: torch.Tensor | None, parameters: list[torch.Tensor]) -> None:
+        """Add the gradients of `loss * seed`. Those that have got theirs leave the list, also if it fails."""
         done: set[int] = set()
         inputs = list(parameters)
         try:
             with _hooked(inputs, lambda parameter: self._take(parameter, done), alone=True):
-                torch.autograd.grad(loss, inputs, torch.full_like(loss, weight), allow_unused=True)
+                torch.autograd.grad(loss, inputs, seed, allow_unused=True)
         except BaseException:
             parameters[:] = [parameter for parameter in inputs if id(parameter) not in done]
             raise

@@ -19,14 +19,19 @@ if TYPE_CHECKING:
 
 
 def check_models(models: Iterable[nn.Module]) -> None:
-    """Raise for a BatchNorm in training: its output for a row depends on the rows beside it."""
+    """Raise for a BatchNorm that normalises by its rows: its output for one depends on the rows beside it."""
     for model in models:
         for name, module in model.named_modules():
-            if isinstance(module, _BatchNorm) and module.training:
+            if not isinstance(module, _BatchNorm):
+                continue
+            has_statistics = module.running_mean is not None and module.running_var is not None
+            if module.training or not has_statistics:
                 raise GradSyncError(
                     "fit runs a micro-batch in parts where it does not fit in memory, and the parts must add up to the "
-                    f"whole, but {name or 'the model'} is a {type(module).__name__} in training, which normalises by "
-                    "the rows that it sees together. Use GroupNorm or LayerNorm, call eval() on it, or leave fit out."
+                    f"whole, but {name or 'the model'} is a {type(module).__name__} "
+                    f"{'in training' if module.training else 'without running statistics'}, which normalises by the "
+                    "rows that it sees together. Use GroupNorm or LayerNorm, "
+                    f"{'call eval() on it, ' if has_statistics else ''}or leave fit out."
                 )
 
 

@@ -68,4 +68,6 @@ class Sizes:
 
 
 def _of(size: float) -> str:
-    return f"{size:g} rows" if size >= 1 else f"a {1 / size:g}th of a call"
+    if size < 1:
+        return f"1/{1 / size:g} of a call"
+    return "1 row" if size == 1 else f"{size:g} rows"

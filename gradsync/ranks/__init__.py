@@ -1,1 +1,1 @@
-"""How ranks speak with each other: in words through the store (`meet`), in numbers once a window (`line`)."""
+"""Communication between ranks: words through the store (`meet`), numbers in a table once a window (`line`)."""

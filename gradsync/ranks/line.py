@@ -1,45 +1,50 @@
-"""A small table that the ranks exchange: each fills its own row, and the sum over the ranks is the whole.
+"""`Line`: a small table that the ranks exchange. Each rank fills its own row, and an all-reduce adds the tables up.
 
-It leaves in a collective of its own, in float64, so that whole numbers below 2**53 arrive exactly as they are. On a
-device it is read on a stream of its own: whoever waits for it never waits for a backward that was started since.
+The table is float64, so that whole numbers below 2**53 arrive exactly. On a device it is copied to the host on a stream
+of its own: to wait for it is never to wait for a backward that was launched after it.
 """
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from gradsync.ranks.group import timeout_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Row = list["float | torch.Tensor"]
 
+_BEFORE_THE_WATCHDOG = 0.9  # of the group's time-out: after it, nccl's watchdog ends the process without a Python error
+
 
 class Line:
-    """The way between the ranks of one group."""
+    """Exchanges tables between the ranks of one group."""
 
     __slots__ = ("_device", "_group", "_is_slow", "_stream")
 
     def __init__(self, group: dist.ProcessGroup | None, parameters: Sequence[torch.Tensor]) -> None:
         self._group = None if group is None or group.size() == 1 else group
         self._device = torch.device("cpu") if self._group is None else device_of(self._group, parameters)
-        self._is_slow = self._device.type != "cpu"  # whether the host runs ahead of it
+        self._is_slow = self._device.type != "cpu"  # whether the host runs ahead of the device
         self._stream: Any = None
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks it connects."""
+        """The number of ranks in the group."""
         return 1 if self._group is None else self._group.size()
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's place in the group."""
         return 0 if self._group is None else self._group.rank()
 
     def send(self, row: Row) -> Sent:
-        """Put this rank's row on its way. Collective: every rank sends a row of the same length."""
+        """Send this rank's row, without waiting. Collective: every rank sends a row of the same length."""
         if self._group is None:
             return Sent([[number if isinstance(number, float) else float(number) for number in row]])
         table = self._table(row)
@@ -54,10 +59,11 @@ class Line:
             host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
             host.copy_(table, non_blocking=True)
             table.record_stream(self._stream)
-        return Sent(host, arrival=self._stream.record_event())
+        limit = _BEFORE_THE_WATCHDOG * timeout_of(self._group)
+        return Sent(host, arrival=Arrival(self._stream.record_event(), limit))
 
     def _table(self, row: Row) -> torch.Tensor:
-        """All zeros but for this rank's row."""
+        """A table of zeros with this rank's row."""
         table = torch.zeros(self.num_ranks, len(row), dtype=torch.float64, pin_memory=self._is_slow)
         mine = [0.0 if isinstance(number, torch.Tensor) else number for number in row]
         table[self.rank] = torch.tensor(mine, dtype=torch.float64)
@@ -70,32 +76,58 @@ class Line:
 
 
 class Sent:
-    """A table on its way."""
+    """A table that was sent."""
 
     __slots__ = ("_arrival", "_table", "_work")
 
-    def __init__(self, table: list[list[float]] | torch.Tensor, work: Any = None, arrival: Any = None) -> None:
+    def __init__(
+        self, table: list[list[float]] | torch.Tensor, work: Any = None, arrival: Arrival | None = None
+    ) -> None:
         self._table = table
         self._work = work
         self._arrival = arrival
 
     def rows(self) -> list[list[float]]:
-        """Wait until it is here; all ranks' rows, in their order."""
+        """Wait for the table; returns the rows in the order of ranks."""
         if self._work is not None:
             self._work.wait()
             self._work = None
         if self._arrival is not None:
-            self._arrival.synchronize()
+            self._arrival.wait()
             self._arrival = None
         if isinstance(self._table, torch.Tensor):
             self._table = self._table.tolist()
         return self._table
 
 
-def device_of(group: dist.ProcessGroup, parameters: Sequence[torch.Tensor]) -> torch.device:
-    """Where a collective of `group` takes its tensors: with the parameters if it can, else where the group is at home.
+class Arrival:
+    """What a device has still to bring, and how long the host waits for it."""
 
-    A group of NCCL alone takes no CPU tensors, though offloaded parameters are just that.
+    __slots__ = ("_event", "_limit", "_start")
+
+    def __init__(self, event: Any, limit: float) -> None:
+        """At most `limit` seconds from now on."""
+        self._event = event
+        self._limit = limit
+        self._start = time.monotonic()
+
+    def wait(self) -> None:
+        """Raise, as for a lost rank, if it does not come in time: waiting for an event itself has no time-out."""
+        start = time.monotonic()
+        while not self._event.query():
+            now = time.monotonic()
+            if now - self._start > self._limit:
+                raise dist.DistError(
+                    f"after {now - self._start:.0f} s the device had not brought the other ranks' table"
+                )
+            time.sleep(min(max((now - start) / 16, 2e-5), 0.01))
+        self._event.synchronize()
+
+
+def device_of(group: dist.ProcessGroup, parameters: Sequence[torch.Tensor]) -> torch.device:
+    """The device for tensors in a collective of `group`: that of the parameters, or else the group's own.
+
+    A group of NCCL alone takes no CPU tensors, and offloaded parameters are on the CPU.
     """
     types = [torch.device(kind).type for kind in group._device_types]
     for parameter in parameters:

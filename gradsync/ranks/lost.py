@@ -1,4 +1,4 @@
-"""A rank that is gone or out of reach: how torch tells of it, and how we say what was waited for."""
+"""A rank that has died, hangs or is out of reach: the errors by which torch tells, and the error that we raise."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from gradsync._errors import GradSyncError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# gloo raises plain RuntimeErrors. These are the words of all that torch 2.13 raised as ranks were killed or hung and
-# links were cut (tests/faults); other backends and the store have DistErrors.
+# gloo raises plain RuntimeErrors. torch 2.13 used these words whenever ranks were killed or hung, or links were cut
+# (tests/faults). Other backends and the store raise DistErrors.
 _WORDS = re.compile(
     r"gloo|pair closure|Timed out waiting|Connection (closed|reset|refused)|Broken pipe|No route to host|Socket Timeout"
 )
-_NOISE = re.compile(r"^\[\S+\] |\.? This is typically caused by.*", re.DOTALL)  # torch's build path; "GLHF!"
+_NOISE = re.compile(r"^\[\S+\] |\.? This is typically caused by.*", re.DOTALL)  # torch's build path, and its guesses
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether `error` tells that another rank is gone, hangs, or cannot be reached."""
+    """Whether `error` means that another rank has died, hangs, or cannot be reached."""
     if not isinstance(error, RuntimeError) or isinstance(error, GradSyncError):
         return False
     kinds = getattr(dist, "DistError", ())  # absent where torch was built without distributed
@@ -34,7 +34,7 @@ def lost(error: BaseException, what: str) -> GradSyncError:
 
 
 def waited(what: str, why: str = "the error that follows says how that ended") -> str:
-    """What to tell whoever waited for other ranks in vain."""
+    """The words of the error, or of a warning beside torch's own error."""
     return (
         f"Every rank must take part in {what}, but this one waited in vain: {why}. A rank has ended or hangs, or the "
         "way to it is cut; its own output says why. Start the job again from its last checkpoint, as torchrun "
@@ -43,7 +43,7 @@ def waited(what: str, why: str = "the error that follows says how that ended") -
 
 
 class WaitingFor:
-    """Context manager: an error inside that tells of a lost rank says that it was `what()` that was waited for."""
+    """Context manager: if an error inside means a lost rank, raise an error that says what this rank waited in."""
 
     __slots__ = ("_what",)
 

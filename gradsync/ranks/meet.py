@@ -1,4 +1,4 @@
-"""How ranks agree in words: through the store, seldom. In numbers, once a window, they agree in `line`."""
+"""`meet`: ranks exchange words through the store. It is slow and rare; numbers go through `line`, once a window."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from gradsync._errors import GradSyncError
+from gradsync.ranks.group import timeout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,10 +23,10 @@ _GRACE = 2.0  # seconds beyond a group's time-out, for a store that does not ans
 
 
 def meet(group: dist.ProcessGroup | None, topic: str, saying: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every rank says something on `topic` and hears what all have said, in the order of ranks.
+    """Exchange words on a `topic`; returns what each rank said, in the order of ranks. Collective.
 
-    It goes through the group's store: it needs no process group of its own and no device, and a wait that ends in the
-    group's time-out can name the ranks that did not come. Ranks that meet on different topics all get an error.
+    The words go through the group's store, which needs neither another process group nor a device. If the group's
+    time-out passes, the error can name the ranks that did not come. Ranks that meet on different topics all raise.
     """
     if group is None or group.size() == 1:
         return [dict(saying)]
@@ -44,9 +44,10 @@ def meet(group: dist.ProcessGroup | None, topic: str, saying: Mapping[str, Any])
 def meet_with_data(
     group: dist.ProcessGroup | None, twins: Sequence[dist.ProcessGroup], topic: str, saying: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """`meet`, where ranks that run one forward together must have the same data; raises on every rank if they differ.
+    """`meet`, and then compare the data of ranks that run a forward together; raises on every rank if it differs.
 
-    Each rank has a twin in every data-parallel group, and compares what was said in there.
+    `twins` are the tensor-parallel groups. Their ranks are in different data-parallel groups, and compare what was said
+    there.
     """
     said = meet(group, topic, saying)
     what = "numbers of items"
@@ -61,13 +62,13 @@ ONE_FORWARD = "Ranks of one tensor-parallel group run one forward: give them the
 
 
 def insist(said: Sequence[Mapping[str, Any]]) -> None:
-    """Raise on every rank if the ranks said different things, and say which rank said what."""
+    """Raise on every rank if the ranks said different things; the error says which rank said what."""
     for key in said[0]:
         agreed([(rank, words.get(key)) for rank, words in enumerate(said)], key)
 
 
 def agreed(values: Sequence[tuple[int, T]], what: str, advice: str = _ONE_MODEL) -> T | None:
-    """The value that all of these ranks have, if there are any; raises, on every rank, if they have different ones."""
+    """The value that all these ranks have (None without ranks). Raises on every rank if the values differ."""
     if any(value != values[0][1] for _, value in values):
         raise GradSyncError(
             f"All ranks must have the same {what}, but "
@@ -78,16 +79,16 @@ def agreed(values: Sequence[tuple[int, T]], what: str, advice: str = _ONE_MODEL)
 
 
 def ranks_where(flags: Iterable[bool]) -> str:
-    """The ranks whose flag is set, as an error names them; empty if there are none."""
+    """The ranks whose flag is set, for an error: "1, 3"; empty if there are none."""
     return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
 
 
 def nothing_here(topic: str) -> None:
-    """This rank has run no call yet and knows no models: fine if that is so on every rank, else an error on all.
+    """This rank has made no call and knows no models. Fine if that is so on every rank; else an error on all ranks.
 
-    It is said in the default group's store, where ranks that wait for this one in `meet` look. Where groups of a part
-    of the ranks are there, the model's own may be any of them: an error at once, for the ranks of another would be
-    waited for in vain.
+    This rank says so in the default group's store, where ranks that wait for it in `meet` look. If there are groups of
+    some of the ranks, the model may be on any of them, and this rank cannot know whom to wait for: then it raises at
+    once.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
@@ -108,15 +109,15 @@ _EMPTY = (
 
 
 def _left_empty(rank: int) -> str:
-    """The key that says that a rank has had nothing, and left with an error; gone as it meets others again."""
+    """The key that says that a rank had no item and left with an error; deleted when it meets others again."""
     return f"gradsync/left empty/{rank}"
 
 
 def at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) -> T:
-    """What `talk` returns, or an error soon after the group's time-out at the latest.
+    """Call `talk`; returns what it returns, or raises soon after the group's time-out at the latest.
 
-    It runs in a thread of its own: on a link that is cut no operation of a TCPStore ever returns, whatever its own
-    time-out is (torch 2.13; its `wait` sends a cancellation and waits for the answer to that).
+    `talk` runs in a thread: if a link is cut, no operation of a TCPStore ever returns, whatever its own time-out is
+    (torch 2.13; its `wait` sends a cancellation and waits for the answer to that).
     """
     outcome: Future[T] = Future()
 
@@ -128,7 +129,7 @@ def at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) ->
 
     Thread(target=run, name=f"gradsync: {topic}", daemon=True).start()
     try:
-        return outcome.result(_timeout(group) + _GRACE)
+        return outcome.result(timeout_of(group) + _GRACE)
     except dist.DistNetworkError as error:
         raise GradSyncError(
             f"Every rank must come to {topic}, but the store that they meet at is gone: {error}. The process that "
@@ -158,10 +159,10 @@ def _exchange_words(group: dist.ProcessGroup, topic: str, saying: dict[str, Any]
 def _everybody_is_empty(group: dist.ProcessGroup) -> bool:
     store, rank = group.get_group_store(), group.rank()
     mine = store.add(f"gradsync/empty/{rank}", 1)
-    limit = time.monotonic() + _timeout(group)
+    limit = time.monotonic() + timeout_of(group)
     while time.monotonic() < limit:
         everybody = all(store.add(f"gradsync/empty/{other}", 0) >= mine for other in range(group.size()))
-        if store.add(f"gradsync/needed/{rank}", 0) >= mine:  # said before the one who says it counts itself in
+        if store.add(f"gradsync/needed/{rank}", 0) >= mine:  # set before the rank that sets it counts itself
             store.add(f"gradsync/{rank}", 1)  # the meeting that this rank missed
             return False
         if everybody:
@@ -177,7 +178,7 @@ def _world_store() -> Any:
 
 
 def _refuse_empty(group: dist.ProcessGroup, missing: Sequence[int], topic: str) -> None:
-    """Raise if a rank that is waited for said that it has nothing, and knows no models; tell it so."""
+    """Raise if a missing rank said that it has no item and knows no models, and tell that rank to raise."""
     world = dist.group.WORLD
     assert world is not None, "initialised"
     store = _world_store()
@@ -185,7 +186,7 @@ def _refuse_empty(group: dist.ProcessGroup, missing: Sequence[int], topic: str) 
     left = [rank for rank in missing if store.check([_left_empty(rank)])]
     if left:
         raise GradSyncError(_EMPTY.format(where=f"when this one came to {topic}", ranks=", ".join(map(str, left))))
-    before = store.add(f"gradsync/empty/{world.rank()}", 0)  # the times that all were empty, this one among them
+    before = store.add(f"gradsync/empty/{world.rank()}", 0)  # how often all ranks were empty, this rank included
     empty = [rank for rank in missing if store.add(f"gradsync/empty/{rank}", 0) > before]
     if empty:
         for rank in empty:
@@ -195,11 +196,11 @@ def _refuse_empty(group: dist.ProcessGroup, missing: Sequence[int], topic: str) 
 
 
 def wait_for(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: str) -> None:
-    """Come back as all `keys` are set, one by each rank.
+    """Return when all `keys` are set, one by each rank.
 
-    It looks again and again, later and later, because torch prints a warning for each wait that ends in vain.
+    It looks repeatedly, at growing intervals, because torch prints a warning for each `wait` that times out.
     """
-    start, limit, looks_at_empty = time.monotonic(), _timeout(group), 1.0
+    start, limit, looks_at_empty = time.monotonic(), timeout_of(group), 1.0
     while not store.check(list(keys)):
         waited = time.monotonic() - start
         over = waited > limit
@@ -214,10 +215,3 @@ def wait_for(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: s
                     "micro-batches. Leave a loop on all ranks together, and let .over(...) hold what differs in number."
                 )
         time.sleep(min(max(waited / 16, 5e-5), 0.2))
-
-
-def _timeout(group: dist.ProcessGroup) -> float:
-    # No public getter in torch 2.13; a backend of somebody else's may have no options.
-    backend = group._get_backend(group._device_types[0])
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None) or default_pg_timeout
-    return float(timeout.total_seconds())

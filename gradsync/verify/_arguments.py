@@ -35,7 +35,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--promise", action="append", choices=list(ROWS), metavar="NAME", help="this one; several may come"
     )
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="auto: this machine's accelerator")
-    parser.add_argument("--ranks", type=_ranks, default=2, help="to start on this machine (2)")
+    parser.add_argument("--ranks", type=_ranks, help="to start on this machine (2; 1 where one device is all there is)")
     parser.add_argument("--limit", type=_seconds, default=20.0, help="seconds until a cell counts as hanging (20)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -49,8 +49,8 @@ def _listed(names: Mapping[str, str]) -> str:
 
 
 def _ranks(text: str) -> int:
-    if not text.isdigit() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"a number of ranks from 2 on is needed, but {text!r} came")
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a number of ranks from 1 on is needed, but {text!r} came")
     return int(text)
 
 

@@ -15,7 +15,7 @@ from gradsync.verify._arguments import parse
 from gradsync.verify._child import Place
 from gradsync.verify._job import RANK, Job
 from gradsync.verify._meeting import Meeting
-from gradsync.verify._report import Report, Tried, as_json, as_markdown, as_text
+from gradsync.verify._report import Ranks, Report, Tried, as_json, as_markdown, as_text
 from gradsync.verify.homes import HOMES
 from gradsync.verify.table import CELLS, ROWS
 
@@ -33,31 +33,33 @@ def main(argv: Sequence[str], command: Sequence[str] = RANK) -> int:
     report = Report([name for name in ROWS if not options.promise or name in options.promise])
     shown = _Progress()
     try:
-        for size, asked in _engines(options, meeting).items():
-            whys = {engine: _why_not(options, meeting, size, engine) for engine in asked}
+        for ranks, asked in _engines(options, meeting).items():
+            whys = {engine: _why_not(options, meeting, ranks, engine) for engine in asked}
             report.left_out |= {engine: why for engine, why in whys.items() if why is not None}
             engines = [engine for engine, why in whys.items() if why is None]
             cells = [(engine, row) for engine in engines for row in report.rows if CELLS[engine, row].why_not is None]
+            several = meeting is not None and ranks.num > 1
             job = Job(
-                size,
-                [meeting.place] if meeting is not None and size > 1 else [Place(rank, rank) for rank in range(size)],
+                ranks.num,
+                ranks.is_joined,
+                [meeting.place] if meeting is not None and several else [Place(r, r) for r in range(ranks.num)],
                 cells,
                 options.device,
                 options.limit,
-                f"{'' if meeting is None else meeting.attempt}/{size}",
-                None if meeting is None or size == 1 else meeting.address,
+                f"{'' if meeting is None else meeting.attempt}/{ranks.num}",
+                meeting.address if meeting is not None and several else None,
                 command,
             )
-            report.engines += engines
-            if meeting is None or size > 1 or meeting.place.rank == 0:
-                shown.begin(len(cells), size)
+            report.engines |= dict.fromkeys(engines, ranks)
+            if meeting is None or several or meeting.place.rank == 0:
+                shown.begin(len(cells), ranks)
 
                 def note(cell: tuple[str, str], wrong: Wrong) -> None:
                     report.tried[cell] = Tried(wrong)
                     shown.one(cell, wrong)
 
                 job.run(note)
-                report.machines[size] = job.machine
+                report.machines[ranks] = job.machine
     finally:
         shown.end()
         if meeting is not None:
@@ -69,34 +71,47 @@ def main(argv: Sequence[str], command: Sequence[str] = RANK) -> int:
     return 0 if report.holds else 1
 
 
-def _engines(options: argparse.Namespace, meeting: Meeting | None) -> dict[int, list[str]]:
-    """The engines that are asked for, by the number of ranks that they are tried on."""
-    several = options.ranks if meeting is None else meeting.size
-    found: dict[int, list[str]] = {}
+def _engines(options: argparse.Namespace, meeting: Meeting | None) -> dict[Ranks, list[str]]:
+    """The engines that are asked for, by the ranks that they are tried on."""
+    several = _num_ranks(options) if meeting is None else meeting.size
+    found: dict[Ranks, list[str]] = {}
     for name, column in HOMES.items():
-        size = 1 if column.ranks == 1 else several
+        ranks = Ranks(1, is_joined=False) if column.ranks == 1 else Ranks(several)
         asked = name in options.engine if options.engine else options.full or not column.is_variant
-        if meeting is None and column.ranks > size:
-            size = column.ranks  # more processes are to be had here, and take longer
+        if not _under_torchrun() and column.ranks > max(2, several):
+            ranks = Ranks(column.ranks)  # more processes are to be had here, and take longer
             asked = asked and (options.full or bool(options.engine))
         if asked:
-            found.setdefault(size, []).append(name)
+            found.setdefault(ranks, []).append(name)
     return found
 
 
-def _why_not(options: argparse.Namespace, meeting: Meeting | None, size: int, engine: str) -> str | None:
-    """Why an engine cannot be tried on so many ranks."""
+def _under_torchrun() -> bool:
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def _num_ranks(options: argparse.Namespace) -> int:
+    """How many ranks this process starts by itself: two, if there is a device for each."""
+    if _under_torchrun():
+        return 1
+    if options.ranks is not None:
+        return int(options.ranks)
+    return 2 if options.device == "cpu" or default_backend() == "gloo" else min(2, torch.accelerator.device_count())
+
+
+def _why_not(options: argparse.Namespace, meeting: Meeting | None, ranks: Ranks, engine: str) -> str | None:
+    """Why an engine cannot be tried on these ranks."""
     needed = HOMES[engine].ranks
-    if size < needed:
-        return f"it needs {needed} ranks, and there are {size}"
-    if needed == 4 and size % 2:
-        return f"it needs an even number of ranks, and there are {size}"
-    if size == 1 or meeting is not None or options.device == "cpu" or not torch.accelerator.is_available():
+    if needed > 2 and ranks.num < needed:
+        return f"it needs {needed} ranks, and there are {ranks.num}"
+    if needed == 4 and ranks.num % 2:
+        return f"it needs an even number of ranks, and there are {ranks.num}"
+    if ranks.num == 1 or meeting is not None or options.device == "cpu" or not torch.accelerator.is_available():
         return None
     count, kind = torch.accelerator.device_count(), torch.accelerator.current_accelerator()
-    if default_backend() == "gloo" or count >= size:
+    if default_backend() == "gloo" or count >= ranks.num:
         return None
-    return f"it needs {size} devices, and this machine has {count} ({kind}); --device cpu tries it on the CPU"
+    return f"it needs {ranks.num} devices, and this machine has {count} ({kind}); --device cpu tries it on the CPU"
 
 
 class _Progress:
@@ -109,9 +124,9 @@ class _Progress:
         self._start = time.monotonic()
         self._engine = ""
 
-    def begin(self, num: int, size: int) -> None:
+    def begin(self, num: int, ranks: Ranks) -> None:
         self._all += num
-        self._write(f"{num} cells on {size} rank{'s' if size > 1 else ''}")
+        self._write(f"{num} cells on {ranks}")
 
     def one(self, cell: tuple[str, str], wrong: Wrong) -> None:
         self._num += 1

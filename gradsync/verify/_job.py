@@ -33,6 +33,7 @@ class Job:
     """Cells on a number of ranks, of which this process starts those in `mine`."""
 
     size: int
+    is_joined: bool
     mine: Sequence[Place]
     cells: list[tuple[str, str]]
     device: str
@@ -57,6 +58,7 @@ class Job:
             task = Task(
                 0,
                 self.size,
+                self.is_joined,
                 0,
                 self.device,
                 self.cells,

@@ -30,11 +30,13 @@ _STARTING = 300.0  # seconds for all ranks to be there
 class Task:
     """What one rank is to do: its place, the cells from `start` on, and where ranks meet.
 
+    Ranks are joined by a process group; one rank alone may be without, as under a plain python.
     `meeting` is a file, or "host:port" of torchrun's store; `name` is the attempt's own in there.
     """
 
     rank: int
     size: int
+    is_joined: bool
     local_rank: int
     device: str
     cells: list[tuple[str, str]]
@@ -92,15 +94,14 @@ class Rank:
         self._task = task
         self._lock = threading.Lock()
         self._told = -1  # the last cell of which this rank has told how it ended
-        several = task.size > 1
         backend = "gloo" if task.device == "cpu" else default_backend()
-        self.backend = backend if several else None
+        self.backend = backend if task.is_joined else None
         self.device: torch.device = (
             torch.device("cpu") if task.device == "cpu" else device_of(task.local_rank, self.backend)
         )
         if self.device.index is not None:
             torch.accelerator.set_device_index(self.device.index)
-        if several:
+        if task.is_joined:
             limit = timedelta(seconds=max(60.0, 2 * task.limit))
             dist.init_process_group(
                 backend, store=_store(task, "group"), rank=task.rank, world_size=task.size, timeout=limit

@@ -25,14 +25,24 @@ class Tried(NamedTuple):
     wrong: Wrong
 
 
+class Ranks(NamedTuple):
+    """How many ranks engines are tried on. One alone may be without a process group, as under a plain python."""
+
+    num: int
+    is_joined: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.num} rank{'s' if self.num > 1 else ''}"
+
+
 @dataclass
 class Report:
     """The table, as far as it is filled."""
 
     rows: list[str]
-    engines: list[str] = field(default_factory=list)
+    engines: dict[str, Ranks] = field(default_factory=dict)
     tried: dict[tuple[str, str], Tried] = field(default_factory=dict)
-    machines: dict[int, dict[str, str]] = field(default_factory=dict)
+    machines: dict[Ranks, dict[str, str]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     """Engines that cannot be tried here, and why."""
 
@@ -43,8 +53,8 @@ class Report:
 
     @property
     def holds(self) -> bool:
-        """Whether all that was tried holds."""
-        return not self.wrong
+        """Whether all that was tried holds, and something was."""
+        return bool(self.tried) and not self.wrong
 
 
 def as_text(report: Report, facts: Mapping[str, str]) -> str:
@@ -85,12 +95,13 @@ def as_json(report: Report, facts: Mapping[str, str]) -> str:
             }
             if cell.why_not is not None:
                 told["why_not"] = cell.why_not
-            if cell.error is not None:
-                told["error"] = cell.error
+            error = cell.error_on(report.engines[engine].num)
+            if error is not None:
+                told["error"] = error
             if tried is not None and tried.wrong:
                 told["wrong"] = [{"rank": rank, "said": text} for rank, text in tried.wrong]
             cells.append(told)
-    machines = [{"ranks": size, **machine} for size, machine in report.machines.items()]
+    machines = [{"ranks": ranks.num, **machine} for ranks, machine in report.machines.items()]
     return json.dumps(
         {"holds": report.holds, **facts, "on": machines, "cells": cells, "left_out": report.left_out}, indent=2
     )
@@ -111,8 +122,9 @@ class _Notes:
             return self._letter(cell.why_not)
         if tried is None:
             return "?"
-        if cell.error is not None:
-            return self._letter(f'an error, as it must be: "{_readable(cell.error)}"')
+        error = cell.error_on(self._report.engines[engine].num)
+        if error is not None:
+            return self._letter(f'an error, as it must be: "{_readable(error)}"')
         return "✓"
 
     def lines(self) -> list[str]:
@@ -128,9 +140,8 @@ def _readable(pattern: str) -> str:
 
 def _heading(report: Report, facts: Mapping[str, str]) -> list[str]:
     where = [
-        f"{size} rank{'s' if size > 1 else ''} on {machine.get('device', '?')}"
-        + (f" by {machine['backend']}" if "backend" in machine else "")
-        for size, machine in report.machines.items()
+        f"{ranks} on {machine.get('device', '?')}" + (f" by {machine['backend']}" if "backend" in machine else "")
+        for ranks, machine in report.machines.items()
     ]
     return [f"torch {facts['torch']}, Python {facts['python']}, {facts['machine']}: {'; '.join(where)}"]
 
@@ -153,4 +164,4 @@ def _verdict(report: Report) -> str:
     num, num_wrong = len(report.tried), len(report.wrong)
     if num_wrong:
         return f"{num_wrong} of {num} promises do not hold. Open an issue with the output of --json."
-    return f"All {num} promises hold."
+    return f"All {num} promises hold." if num else "Nothing was tried."

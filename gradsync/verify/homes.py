@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -126,10 +127,13 @@ def _device_of(model: nn.Module) -> torch.device:
 def _replicate_fsdp(model: Any) -> Home:
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
-    world = _whole_world(model)
+    options: dict[str, Any] = {"mesh": _whole_world(model)}
+    if "mesh" not in inspect.signature(replicate).parameters:  # torch 2.9: named otherwise, and of two dimensions
+        pairs = mesh((dist.get_world_size(), 1), ("replicas", "shards"), _device_of(model))
+        options = {"device_mesh": pairs}
     for block in (model.first, model.second):
-        replicate(block, mesh=world)
-    return _plain(replicate(model, mesh=world))
+        replicate(block, **options)
+    return _plain(replicate(model, **options))
 
 
 def _fsdp2(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradsync.verify import even, uneven
+import torch.distributed as dist
+
+from gradsync.verify import also, even, uneven
 from gradsync.verify.compare import Off, need
 from gradsync.verify.homes import CPU, HOMES, home_of
 
@@ -31,6 +33,11 @@ class Cell(NamedTuple):
     unused: bool = False  # whether the model has a parameter that nothing uses
     error: str | None = None
     why_not: str | None = None
+    of_several: bool = False  # whether the error is that ranks differ: one rank alone gets none
+
+    def error_on(self, num_ranks: int) -> str | None:
+        """What must come on so many ranks, if it is an error."""
+        return None if self.of_several and num_ranks == 1 else self.error
 
 
 ROWS: dict[str, Row] = {
@@ -56,6 +63,9 @@ ROWS: dict[str, Row] = {
         Row("no_sync, then a backward", even.no_sync_then_backward),
         Row("a parameter that no rank used stays None", even.a_parameter_that_nobody_used),
         Row("a parameter used in early micro-batches only", even.a_parameter_used_only_early),
+        Row("overlap", also.overlap),
+        Row("compress", also.compress),
+        Row("fit", also.fit),
         Row("unequal ranks: .over", uneven.uneven_over),
         Row("unequal ranks: .over of unknown length", uneven.uneven_over_of_unknown_length),
         Row("unequal ranks: items without a call", uneven.uneven_over_that_passes_over_items),
@@ -74,8 +84,14 @@ ROWS: dict[str, Row] = {
 
 _UNUSED = "a_parameter_that_nobody_used"
 _BY_HAND = ("no_sync_then_sync_gradients", "no_sync_then_backward")
+# Whose errors are about ranks that differ.
+_OF_SEVERAL = ("overlap", "compress", "uneven_over_from_nothing", "uneven_iterator_from_nothing", "uneven_skip_first")
 # In whose forward no rank waits for another; on the others a rank that has run out repeats its last call.
 _SILENT = ("none", "bare", "ddp", "ddp_find_unused", "ddp_views", "ddp_static", "replicate")
+
+_OUR_OWN = ("none", "bare")
+_NO_OVERLAP = [engine for engine in HOMES if engine not in (*_OUR_OWN, "ddp", "ddp_views")]
+_NOT_ONCE = ("fsdp2_each", "hsdp_each", "hsdp_shard")  # gradients travel more than once a window
 
 # Where a promise cannot be had on an engine: what the error says instead.
 _ERRORS: dict[tuple[str, str], str] = {
@@ -84,6 +100,11 @@ _ERRORS: dict[tuple[str, str], str] = {
         for engine in ("fsdp2_no_root", "ddp_fsdp2")
         for row in ("amp_with_an_inf_on_one_rank", "uneven_amp")
     },
+    **{(engine, "overlap"): "overlap needs a bare model, or a DistributedDataParallel" for engine in _NO_OVERLAP},
+    **{(engine, "overlap"): "whose backward only hands its buckets on" for engine in ("ddp_find_unused", "ddp_static")},
+    **{(engine, "compress"): "needs a bare model, whose gradients" for engine in HOMES if engine not in _OUR_OWN},
+    **{(engine, "fit"): "without the others, but the forward of" for engine in HOMES if engine not in _SILENT},
+    ("ddp_static", "fit"): "counts on the same backward each time",
     # gradsync has put no engine there yet.
     **{
         (engine, row): "no_sync holds the gradients of an engine back, but nothing synchronises"
@@ -119,12 +140,19 @@ _WHY_NOT: dict[tuple[str, str], str] = {
         for engine in HOMES
         if engine.startswith("fsdp1")
     },
+    **{(engine, "overlap"): "sync is not 'window' there, which overlap needs" for engine in _NOT_ONCE},
     ("ddp_static", "no_sync_then_backward"): "torch's static graph has to synchronise its very first backward",
     ("ddp_static", "a_parameter_used_only_early"): "a static graph is the same in each backward",
 }
 
 CELLS: dict[tuple[str, str], Cell] = {
-    (engine, name): Cell(row, name == _UNUSED, _ERRORS.get((engine, name)), _WHY_NOT.get((engine, name)))
+    (engine, name): Cell(
+        row,
+        name == _UNUSED,
+        _ERRORS.get((engine, name)),
+        _WHY_NOT.get((engine, name)),
+        of_several=name in _OF_SEVERAL or (name in _BY_HAND and engine != "ddp_static"),
+    )
     for engine in HOMES
     for name, row in ROWS.items()
 }
@@ -133,12 +161,13 @@ CELLS: dict[tuple[str, str], Cell] = {
 def try_cell(engine: str, cell: Cell, device: torch.device = CPU) -> None:
     """On every rank at once: raises unless the promise holds, or the error that stands there comes."""
     home = home_of(engine, unused=cell.unused, device=device)
-    if cell.error is None:
+    expected = cell.error_on(dist.get_world_size() if dist.is_initialized() else 1)
+    if expected is None:
         cell.row.play(home)
         return
     try:
         cell.row.play(home)
     except RuntimeError as error:
-        need(re.search(cell.error, str(error)), f"the error must say {cell.error!r}, but says {error}")
+        need(re.search(expected, str(error)), f"the error must say {expected!r}, but says {error}")
     else:
-        raise Off(f"an error must come that says {cell.error!r}, but none came")
+        raise Off(f"an error must come that says {expected!r}, but none came")

@@ -86,6 +86,39 @@ def weight_norm_of_which_the_optimizer_knows_half(run: Run) -> None:
     parametrizations.weight_norm(run.model.body[0])
 
 
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).T
+
+
+def symmetric(run: Run) -> None:
+    """The parameter stays, and gets another storage and another node in autograd's graph."""
+    nn.utils.parametrize.register_parametrization(run.model.body[0], "weight", Symmetric())
+
+
+def symmetric_and_back(run: Run) -> None:
+    symmetric(run)
+    run.train()
+    nn.utils.parametrize.remove_parametrizations(run.model.body[0], "weight")
+
+
+def in_float32_and_back(run: Run) -> None:
+    """As before in all that a parameter tells of itself, but for its node in autograd's graph."""
+    run.model.float()
+    run.model.double()
+
+
+def bias_taken_out(run: Run) -> None:
+    """The last parameter of all, which the optimizer still has."""
+    run.model.head.bias = None
+
+
+def other_buffers(run: Run) -> None:
+    run.model.register_buffer("extra", torch.ones(3))
+    run.train()
+    run.model.extra = torch.zeros(5).double()
+
+
 def assigned(run: Run) -> None:
     run.model.load_state_dict({k: v.clone() for k, v in run.model.state_dict().items()}, assign=True)
     run.optimizer = run.sgd(run.model)
@@ -195,9 +228,10 @@ def optimizer_of_a_part(run: Run) -> None:
 
 EDITS = [
     new_head, new_head_and_optimizer, new_head_that_nobody_steps, appended_layer, layer_taken_out, layers_of_another_kind,
-    adapter, adapter_and_optimizer, weight_norm, weight_norm_of_which_the_optimizer_knows_half, assigned,
-    assigned_behind_the_optimizer, other_storage, taken_out_of_ddp, sub_module_alone, sub_module_alone_bare, in_float32,
-    in_float32_and_optimizer, resized_embedding, resized_in_place, frozen, frozen_and_back, swapped, tied, tied_and_untied,
+    adapter, adapter_and_optimizer, weight_norm, weight_norm_of_which_the_optimizer_knows_half, symmetric,
+    symmetric_and_back, in_float32_and_back, bias_taken_out, other_buffers, assigned, assigned_behind_the_optimizer,
+    other_storage, taken_out_of_ddp, sub_module_alone, sub_module_alone_bare, in_float32, in_float32_and_optimizer,
+    resized_embedding, resized_in_place, frozen, frozen_and_back, swapped, tied, tied_and_untied,
     part_of_something_larger, only_a_part, copied, optimizer_of_a_part,
 ]  # fmt: skip
 BY_NAME = {edit.__name__: edit for edit in EDITS}

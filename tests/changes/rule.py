@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from gradsync import GradSyncError, accumulating
-from tests.reference import micro_batch
+from tests.support.reference import micro_batch
 
 LIMIT = 30.0  # seconds for a case: what is right takes far less, and what hangs today ends here
 

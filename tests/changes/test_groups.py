@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradsync
 from gradsync import GradSyncError, LossSum, accumulating
 from tests.changes.rule import LIMIT, Net, NotExact, Outcome, Run, compare, exact_or_error, layer, sum_of_models, told
-from tests.ranks import GROUP_TIMEOUT
-from tests.reference import micro_batch, small_model
+from tests.support.ranks import GROUP_TIMEOUT
+from tests.support.models import small_model
+from tests.support.reference import micro_batch
 
 HOWS = ["accumulating", "accumulating anew", "sync_every", "sync_every anew"]
 

@@ -8,9 +8,10 @@ import torch.distributed as dist
 
 from gradsync import GradSyncError, accumulating
 from tests.changes.rule import LIMIT, my_rank, outcomes
-from tests.reference import (
-    Recorder, assert_equal_updates, cut, mean_loss, micro_batch, small_model, train, window_mean,
-)  # fmt: skip
+from tests.support.compare import assert_equal_updates
+from tests.support.models import small_model
+from tests.support.recorder import Recorder
+from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
 
 
 class Drawn:

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradsync
 from gradsync import accumulating
 from tests.changes.rule import LIMIT
-from tests.reference import mean_loss, micro_batch, small_model
+from tests.support.models import small_model
+from tests.support.reference import mean_loss, micro_batch
 
 
 def home_of(kind: str, model: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ from tests.changes import edits
 from tests.changes.edits import BY_NAME, HOWS, WRAPS
 from tests.changes.rule import Outcome, Run, compare, layer, my_rank, told, world_size
 from tests.changes.together import each, hold
-from tests.reference import micro_batch
+from tests.support.reference import micro_batch
 
 
 def unfreeze(run: Run) -> None:
@@ -22,7 +22,7 @@ def unfreeze(run: Run) -> None:
 
 MIDDLE = {
     **{name: BY_NAME[name] for name in ("new_head", "appended_layer", "frozen", "in_float32", "assigned")},
-    **{name: BY_NAME[name] for name in ("resized_embedding", "weight_norm")}, "unfrozen": unfreeze,
+    **{name: BY_NAME[name] for name in ("resized_embedding", "weight_norm", "in_float32_and_back")}, "unfrozen": unfreeze,
 }  # fmt: skip
 
 

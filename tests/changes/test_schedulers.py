@@ -8,7 +8,8 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from gradsync import GradSyncError, accumulating
 from tests.changes.rule import Outcome, Run, exact_or_error, my_rank, told
-from tests.reference import mean_loss, micro_batch, small_model
+from tests.support.models import small_model
+from tests.support.reference import mean_loss, micro_batch
 
 STEPS = 2
 

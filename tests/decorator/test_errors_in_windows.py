@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from gradsync import GradSyncError, LossSum, accumulating
 from tests.support.models import small_model
@@ -62,6 +63,35 @@ def test_somebody_else_steps_the_optimizer(when, where):
     step.reset()
 
 
+@pytest.mark.parametrize("how", ["in the backward", "made anew", "of one layer"])
+def test_another_optimizer_steps_the_same_parameters(how):
+    """Each rank on gradients of its own: the replicas would part."""
+    _, model, optimizer = made()
+    others = [torch.optim.SGD(model[-1].parameters() if how == "of one layer" else model.parameters(), lr=0.1)]
+    if how == "in the backward":
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p, its=torch.optim.SGD([p], lr=0.1): its.step())
+        others.clear()
+    step = accumulating(steps=2)(lambda model, optimizer: mean_loss(model, X))
+    with pytest.raises(GradSyncError, match="called optimizer.step.*, of type SGD, in the middle of a window"):
+        step(model, optimizer)
+        for one in others:
+            one.step()
+    step.reset()
+
+
+def test_another_optimizer_steps_other_parameters():
+    _, model, optimizer = made()
+    other = small_model()
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
+    step = accumulating(steps=2)(lambda model, optimizer: mean_loss(model, X))
+    for _ in range(4):
+        step(model, optimizer)
+        mean_loss(other, X).backward()
+        theirs.step()
+    assert step.progress.updates == 2
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("where", ["body", "between"])
 def test_gradients_that_vanish(set_to_none, where):
@@ -78,6 +108,49 @@ def test_gradients_that_vanish(set_to_none, where):
         optimizer.zero_grad(set_to_none=set_to_none)
     with pytest.raises(GradSyncError, match="vanished: something called zero_grad" if set_to_none else "changed"):
         step(model, optimizer, 1)
+
+
+TOUCHES = {
+    "a backward of one layer": lambda last: last.weight.square().sum().backward(),
+    "clipping one layer": lambda last: torch.nn.utils.clip_grad_norm_(last.parameters(), 1e-3),
+    "zero_grad of one layer": lambda last: last.zero_grad(),
+    "a gradient of one's own": lambda last: setattr(last.bias, "grad", torch.ones_like(last.bias)),
+    "noise on one gradient": lambda last: last.bias.grad.add_(1.0),
+}
+
+
+@pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize("where", ["body", "between"])
+@pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
+def test_gradients_that_somebody_touched_in_part(touch, where, window):
+    _, model, optimizer = made()
+    at = 3 * window + 1
+
+    @accumulating(steps=3)
+    def step(model, optimizer, i):
+        if where == "body" and i == at:
+            touch(model[-1])
+        return mean_loss(model, X)
+
+    for i in range(at):
+        step(model, optimizer, i)
+    if where == "between":
+        touch(model[-1])
+    with pytest.raises(GradSyncError, match="the gradients (vanished|changed)"):
+        step(model, optimizer, at)
+
+
+def test_gradients_of_what_no_optimizer_has_are_their_users():
+    """An auxiliary layer with a loop of its own, in the middle of the windows of the rest."""
+    _, model, _ = made()
+    ours, theirs = Recorder(model[0].parameters()), torch.optim.SGD(model[-1].parameters(), lr=0.0)
+    step = accumulating(steps=2)(lambda model, optimizer: mean_loss(model, X))
+    for _ in range(4):
+        step(model, ours)
+        model[-1].weight.square().sum().backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert step.progress.updates == 2
 
 
 def test_gradients_left_from_before():

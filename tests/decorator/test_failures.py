@@ -50,7 +50,7 @@ def test_a_failing_boundary_completes_its_collectives(ranks, where, fails):
     ranks(2).run(failing_backward, where, fails)
 
 
-def skipping(bad: list) -> None:
+def skipping(bad: list, looped: bool) -> None:
     """One rank drops micro-batches, the boundary's among them; the mean is over what remained."""
     rank = dist.get_rank()
     for wrap in (lambda m: m, DDP):
@@ -64,17 +64,31 @@ def skipping(bad: list) -> None:
                 raise ValueError
             return mean_loss(model, micro_batch(rank, i))
 
-        for i in step.over(range(8)):
+        for i in step.over(range(8)) if looped else range(8):
             step(home, optimizer, i)
+        step.flush()
         windows = [[(r, i) for r, i in w if [r, i] not in bad] for w in cut([8, 8], 3)]
         expected, _ = train(small_model(), [w for w in windows if w], window_mean)
         assert_equal_updates(optimizer.seen, expected)
         assert step.progress.dropped == sum(r == rank for r, _ in bad)
 
 
-@pytest.mark.parametrize("bad", [[[0, 1]], [[1, 2]], [[0, 2], [1, 5]], [[0, 0], [0, 1], [0, 2]], [[1, 7]], [[0, 6], [0, 7]]])
+SKIPPED = [
+    [[0, 1]],
+    [[1, 2]],
+    [[0, 2], [1, 5]],
+    [[0, 0], [0, 1], [0, 2]],
+    [[1, 3], [1, 4], [1, 5]],
+    [[1, 7]],
+    [[0, 6], [0, 7]],
+]
+
+
+@pytest.mark.parametrize("bad", SKIPPED)
 def test_skipped_micro_batches(ranks, bad):
-    ranks(2).run(skipping, bad)
+    """In `.over`, and in a plain loop with a flush; all of a window on one rank too, its first or a later one."""
+    for looped in (True, False):
+        ranks(2).run(skipping, bad, looped)
 
 
 def spoiled(bad: list) -> None:

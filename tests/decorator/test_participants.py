@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradsync import GradSyncError, accumulating
 from tests.support.compare import assert_equal_updates
@@ -183,3 +184,26 @@ def test_a_sub_module_among_the_arguments_is_part_of_its_model():
     for i in range(2):
         step(model, model[2], optimizer, micro_batch(0, i))
     assert_equal_updates(optimizer.seen, train(small_model(), cut([2], 2), window_mean)[0])
+
+
+def refused_on_every_rank():
+    """What each of these says."""
+    model, optimizer = small_model(), None
+    wrapped = DDP(small_model())
+    optimizer = torch.optim.SGD([*model.parameters(), *wrapped.parameters()], lr=0.1)
+    step = accumulating(steps=2)(lambda model, others, optimizer, x: mean_loss(model, x) + mean_loss(others[0], x))
+    told = []
+    for evaluating in (False, True):
+        try:
+            with torch.inference_mode(evaluating):
+                step(model, [small_model() if evaluating else wrapped], optimizer, micro_batch(0, 0))
+        except GradSyncError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_model_on_an_engine_in_a_container_and_evaluation_are_errors(ranks):
+    """The one would synchronise in each backward, and wait for ranks that have run out; the other trains nothing."""
+    for container, evaluation in ranks(2).run(refused_on_every_rank):
+        assert "a DistributedDataParallel came in a list" in container and "model=" in container
+        assert "inference_mode" in evaluation and "__wrapped__" in evaluation

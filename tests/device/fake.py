@@ -38,6 +38,11 @@ def catch_up() -> None:
     device.catch_up()
 
 
+def hang() -> None:
+    """The device gets no further, as one does whose collective waits for a lost rank."""
+    device.hang()
+
+
 class _Stream(torch.Stream):
     def __new__(cls, device=None, priority=0, **_):
         return super().__new__(cls, device="cuda:0", priority=priority)
@@ -60,7 +65,9 @@ def _install() -> None:
         setattr(cuda, name, _always(None))
     cuda.device_count, cuda.current_device, cuda._is_in_bad_fork = _always(1), _always(0), _always(False)
     cuda._utils._get_device_index = _always(0)
+    cuda.get_rng_state, cuda.set_rng_state = lambda *_: torch.get_rng_state(), _always(None)  # it draws the CPU's numbers
     cuda.get_device_capability, cuda.get_device_name = _always((9, 0)), _always("fake")
+    cuda.default_generators = (torch.default_generator,)  # its kernels are the CPU's
     cuda.synchronize = torch.accelerator.synchronize
     cuda.Stream = cuda.streams.Stream = _Stream
     cuda.Event = cuda.streams.Event = _Event

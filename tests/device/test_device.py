@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.device import run_on_device, waits
+from tests.parts import cases_device
 
 RATE = 0.1
 
@@ -145,14 +146,15 @@ def count_waits() -> dict[str, int]:
 
 
 def test_waits_are_counted_where_a_real_device_would_wait():
-    [[counts, _]] = on_one()
+    [[counts, *_]] = on_one()
     free = ("pinned, non_blocking", "into pinned, non_blocking", "arithmetic", "made there", "wait_stream", "event")
     assert counts == {name: 0 if name in free else 1 for name in counts}
 
 
 @functools.cache
 def on_one() -> list[list]:
-    return run_on_device(in_turn, count_waits, place_of_a_wait, ranks=1)
+    parts = (cases_device.a_thread_that_is_at_a_gradient, cases_device.waits_of_a_call_that_fits)
+    return run_on_device(in_turn, count_waits, place_of_a_wait, *parts, ranks=1)
 
 
 def place_of_a_wait() -> list[tuple[str, str]]:
@@ -171,9 +173,26 @@ def place_of_a_wait() -> list[tuple[str, str]]:
 
 
 def test_a_wait_has_its_place():
-    [[_, found]] = on_one()
+    [[_, found, *_]] = on_one()
     places = [place for operation, place in found if operation == "item"]
     assert places and all(place.startswith(("gradsync: ", "outside: ")) for place in places), found
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_whose_thread_is_at_a_gradient_while_the_host_runs_out_of_memory():
+    """What the thread brings has arrived: it is not brought again by the parts, and its hooks run once."""
+    [[_, _, (made, expected, hooks, parts), _]] = on_one()
+    for some, others in zip(made, expected, strict=True):
+        torch.testing.assert_close(some, others)
+    assert (hooks, parts) == (1, 4)
+
+
+def test_fit_makes_the_host_wait_for_nothing():
+    """Where everything fits."""
+    [[*_, found]] = on_one()
+    assert found == {}
 
 
 # -- streams and collectives ------------------------------------------------------------------------------------------

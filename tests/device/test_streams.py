@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tests.device import run_on_device
-from tests.device.test_device import RATE
+from tests.device.test_device import RATE, in_turn
+from tests.overlap.loop import Plan, simulate
+from tests.overlap.test_truth import even, far
 
 
 def fsdp1_hybrid() -> dict[str, list[str]]:
@@ -108,12 +110,48 @@ def offloaded_in_all() -> dict[str, object]:
     return found
 
 
+OVERLAPPED = [
+    Plan(even(2, windows=3), 2, "capturable", 0.3),
+    Plan(((3, 3), (3, 2), (1, 0)), 3, "fused", compress=True),
+    Plan(((3, 3), (3, 3), (2, 2)), 1, "sgd", infinite=((1, 4),)),
+]
+
+
+def overlapped() -> list[tuple[list[list[torch.Tensor]], list[str]]]:
+    """The parameters after each update of each plan, and the races."""
+    from tests.device.fake import races
+    from tests.overlap.decorated import Training
+
+    found = []
+    for plan in OVERLAPPED:
+        training = Training(plan, "cuda")
+        races()
+        for index in training.step.over(range(sum(counts[training.rank] for counts in plan.counts))):
+            training.step(index)
+        found.append(([[one.cpu() for one in seen] for seen in training.seen], races()))
+    return found
+
+
 @pytest.fixture(scope="module")
-def on_the_host() -> list[dict[str, object]]:
-    return run_on_device(offloaded_in_all)
+def of_two() -> list[list]:
+    return run_on_device(in_turn, offloaded_in_all, overlapped)
+
+
+@pytest.fixture
+def on_the_host(of_two) -> list[dict[str, object]]:
+    return [found for found, _ in of_two]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_offloaded_parameters_on_a_group_that_takes_no_tensors_of_the_cpu(loop, on_the_host):
     """A table travels on the group's device, which is not that of the parameters."""
     assert [found.get(loop) for found in on_the_host] == [2, 2]
+
+
+def test_gradients_that_travel_are_in_order_with_all_that_uses_their_memory(of_two):
+    """With overlap: window after window in the same memory, in bfloat16 too; updates are those of the simulation."""
+    for _, found in of_two:
+        for plan, (seen, races) in zip(OVERLAPPED, found, strict=True):
+            assert races == []
+            # A capturable step counts, and corrects its bias, in float32.
+            assert far(seen, simulate(plan)) < (1e-5 if plan.optimizer == "capturable" else 1e-12)

@@ -9,7 +9,7 @@ from gradsync.verify import main
 from tests.device import need_device
 
 ENGINES = ["bare", "ddp", "fsdp1_full_orig", "fsdp2"]
-PROMISES = ["full_windows", "loss_sum", "clipping", "amp_with_an_inf_on_one_rank", "exception_in_a_held_backward", "uneven_over"]
+PROMISES = ["full_windows", "loss_sum", "clipping", "amp_with_an_inf_on_one_rank", "exception_in_the_boundary_backward", "overlap", "fit", "uneven_over"]
 
 
 def test_the_promises_hold_on_a_device(capfd):

@@ -23,6 +23,7 @@ COMMANDS = {
     "after": ["after.py"],
     "resume": ["resume.py", "--quick"],
 }
+OVERLAPPED = ["gpt.py", "--quick", "--overlap", "2"]
 TAILS = {"before tail": ["before.py", "--batches", "30"], "after tail": ["after.py", "--batches", "30"]}
 
 Runs = dict[tuple[str, int], str]
@@ -42,6 +43,7 @@ def runs(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     running = {(name, ranks): begin(name, *command, ranks=ranks) for name, command in COMMANDS.items() for ranks in (1, 2)}
     running |= {(name, 1): begin(name, *command, ranks=1) for name, command in TAILS.items()}
+    running["gpt overlapped", 2] = begin("gpt overlapped", *OVERLAPPED, ranks=2)
     printed = {}
     for run, program in running.items():
         code, printed[run], complaints = program.ended()
@@ -70,6 +72,13 @@ def test_the_gpt_learns(runs: Runs, name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt", "gpt_sync_every"])
 def test_the_gpt_ends_the_same_on_one_process_and_on_two(runs: Runs, name: str) -> None:
     assert gpt_losses(runs, name, 2) == pytest.approx(gpt_losses(runs, name, 1), rel=1e-9)
+
+
+def test_the_gpt_overlapped_learns_nearly_as_much(runs: Runs) -> None:
+    """16 updates, the first of which matter most; how near it comes in the end, tests/measure/convergence.py shows."""
+    exact, overlapped = (gpt_losses(runs, name, 2)[1] for name in ("gpt", "gpt overlapped"))
+    assert exact != overlapped
+    assert overlapped == pytest.approx(exact, abs=0.15)
 
 
 def test_both_loops_of_the_gpt_end_the_same(runs: Runs) -> None:

@@ -193,7 +193,7 @@ def fsdp1_hybrid_waits_for_its_replicas() -> None:
     """A held window that is reduced without a backward: the update comes after both reductions, on their streams."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, _runtime_utils
 
-    from tests.engine_homes import mesh
+    from tests.support.homes import mesh
 
     model = FullyShardedDataParallel(
         torch.nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True,

@@ -36,6 +36,27 @@ def static(wrap: str) -> Setting:
     return around(wrap, small_model(), static_graph=True)
 
 
+def cast_once_wrapped(wrap: str) -> Setting:
+    """The reducer's hooks are on nodes that autograd no longer uses, and before the first call nothing tells."""
+    setting = around(wrap, small_model().float())
+    setting.model.double()
+    return setting
+
+
+def cast_and_back_once_wrapped(wrap: str) -> Setting:
+    setting = around(wrap, small_model())
+    setting.model.float()
+    setting.model.double()
+    return setting
+
+
+def with_other_storage_once_wrapped(wrap: str) -> Setting:
+    setting = around(wrap, small_model())
+    with torch.no_grad():
+        setting.model[0].weight.set_(setting.model[0].weight.clone())
+    return setting
+
+
 def static_unused(wrap: str) -> Setting:
     return around(wrap, small_model(unused=True), static_graph=True)
 
@@ -134,7 +155,8 @@ def exact(make: Callable[[str], Setting], wrap: str, lengths: list[int]) -> None
     "make",
     [
         static, static_unused, reentrant, not_reentrant, static_reentrant, sparse, ddp_of_compiled, compiled_ddp, inside,
-        partly_inside, several, bypassed, two_forwards,
+        partly_inside, several, bypassed, two_forwards, cast_once_wrapped, cast_and_back_once_wrapped,
+        with_other_storage_once_wrapped,
     ],
 )  # fmt: skip
 def test_on_ddp(ranks, make, lengths):

@@ -12,10 +12,12 @@ from tests.support.homes import HOMES
 from tests.support.training import cell
 
 EVEN = [name for name in ROWS if not name.startswith("uneven")]
+TRIED = [(engine, one) for engine in HOMES for one in EVEN if CELLS[engine, one].why_not is None]
+ALSO = ("overlap", "compress", "fit")  # where these cannot be had, tests/overlap and tests/parts have the errors
 
 
 @pytest.mark.parametrize(
-    ("engine", "scenario"), [(engine, one) for engine in HOMES for one in EVEN if CELLS[engine, one].why_not is None]
+    ("engine", "scenario"), [cell for cell in TRIED if cell[1] not in ALSO or CELLS[cell].error is None]
 )
 def test_the_parameters_are_those_of_one_big_batch(ranks, engine, scenario):
     """After each update, on every rank, to 1e-10 in float64."""

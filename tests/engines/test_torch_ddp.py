@@ -85,9 +85,9 @@ def test_the_reducer_names_the_parameters_that_are_not_ready(ddp):
     ddp.module[1](torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=r"did not receive grad for rank 0: 0 1\b"):
         ddp.reducer._check_reducer_finalized()
-    from gradsync.engines._ddp import _Touch
+    from gradsync.engines._ddp_fits import Joint
 
-    _Touch.apply(*ddp.module[0].parameters()).backward()
+    Joint.apply(*ddp.module[0].parameters()).backward()
     ddp.reducer._check_reducer_finalized()
     assert all(p.grad.abs().sum() == 0 for p in ddp.module[0].parameters())
     ddp.zero_grad()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +28,17 @@ def accumulate():
     made: dict = {"torch": torch}
     exec("".join(lines), made)  # noqa: S102
     return made["accumulate"]
+
+
+def test_the_documentation_shows_the_same_decorator():
+    text = (Path(__file__).parents[2] / "docs/how-it-works.md").read_text(encoding="utf-8")
+    [shown] = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def accumulate" in code]
+    source = "".join(one.source for one in doctest.DocTestParser().get_examples(gradsync.functional.__doc__))
+    both = [
+        next(ast.dump(node) for node in ast.parse(code).body if getattr(node, "name", "") == "accumulate")
+        for code in (shown, source)
+    ]
+    assert both[0] == both[1]
 
 
 def batch(rank: int, index: int) -> torch.Tensor:

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync
-from tests.reference import cut, micro_batch, small_model
-from tests.verdicts import FullRecorder, compare, exact, items_of_rank, on_engine, verdict, verdicts
+from tests.support.models import small_model
+from tests.support.reference import cut, micro_batch
+from tests.support.verdicts import FullRecorder, compare, exact, items_of_rank, on_engine, verdict, verdicts
 
 LENGTHS = {1: [5], 2: [5, 2], 3: [4, 0, 2]}
 UNUSED = {"unused", "used by some"}

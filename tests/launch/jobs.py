@@ -1,20 +1,14 @@
 """Programs of one rank for the tests of launching, as somebody would write them: what they print is read.
 
-    python -m tests.launch.jobs NAME [ARGUMENT]
+    python -m tests.launch.jobs NAME
 
-With the fake device where FAKE_DEVICE is set.
+On the fake device they are called in processes that have it (`tests.device.job`).
 """
 
 from __future__ import annotations
 
-import os
 import sys
-
-if os.environ.get("FAKE_DEVICE"):
-    import tests.device.fake  # noqa: F401 - before torch
-
 import time
-import traceback
 
 import torch
 import torch.distributed as dist
@@ -26,19 +20,16 @@ def say(*words: object) -> None:
     print(*words, flush=True)
 
 
-def place(backend: str = "") -> None:
-    """Where a rank is, and on what."""
-    with gradsync.process_group(backend or None, timeout=30) as world:
+def place() -> None:
+    """Where a rank is, and on what; a model on its device; and the group's time-out."""
+    with gradsync.process_group(timeout=77.5) as world:
         say(world.rank, world.world_size, world.local_rank, world.device, dist.get_backend(), dist.is_initialized())
-        dist.all_reduce(torch.ones(1, device=world.device))  # one that leaves at once breaks the other's connecting
-    say("initialised afterwards:", dist.is_initialized())
-
-
-def wrapped() -> None:
-    """A model on the device of its rank."""
-    with gradsync.process_group(timeout=30) as world:
         model = gradsync.ddp(torch.nn.Linear(2, 1).to(world.device))
         say(type(model).__name__, model.device_ids, gradsync.ddp(model) is model)
+        backend = dist.group.WORLD._get_backend(world.device)
+        say("timeout", backend.options._timeout.total_seconds())
+        dist.all_reduce(torch.ones(1, device=world.device))  # one that leaves at once breaks the other's connecting
+    say("initialised afterwards:", dist.is_initialized())
 
 
 def raises() -> None:
@@ -56,31 +47,24 @@ def raises() -> None:
             raise
 
 
-def own_group(timeout: str) -> None:
-    """What the group's timeout is."""
-    with gradsync.process_group(timeout=float(timeout)) as world:
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-        say("timeout", backend.options._timeout.total_seconds(), world.rank)
+def waits_for_a_lost_rank() -> None:
+    """In its second window the device of this rank gets no further."""
+    from tests.device.fake import hang
 
+    model = torch.nn.Linear(2, 1)
+    with gradsync.process_group(timeout=5) as world:
+        model.to(world.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-def leave_the_device(job, *arguments: str) -> None:
-    """As Python ends a program, without its last step: there gloo, which is inside the fake backend, may hang or crash.
+        @gradsync.accumulating(steps=2)
+        def train_step(model, optimizer, inputs):
+            if train_step.progress.micro_steps == 3:
+                hang()
+            return model(inputs).sum()
 
-    It is pytorch#190489, which gradsync mends for groups of gloo's own.
-    """
-    code = 0
-    try:
-        job(*arguments)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        for inputs in train_step.over([torch.ones(1, 2, device=world.device)] * 4):
+            train_step(model, optimizer, inputs)
 
 
 if __name__ == "__main__":
-    program = globals()[sys.argv[1]]
-    if os.environ.get("FAKE_DEVICE"):
-        leave_the_device(program, *sys.argv[2:])
-    program(*sys.argv[2:])
+    globals()[sys.argv[1]]()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
-from gradsync.engines._compress import compressed_mean
+from gradsync.launch.compress import compressed_mean
 from gradsync.ranks.group import require_group
 
 # -- without a group --------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def test_one_rank_needs_no_group(monkeypatch, size):
 
 @pytest.mark.parametrize("compress", ["fp16", "BF16", True, torch.bfloat16])
 def test_what_compress_cannot_be(compress):
-    with pytest.raises(ValueError, match=r'compress takes "bf16", or None .* but got'):
+    with pytest.raises(ValueError, match=r'compress needs "bf16", or None .* but it is'):
         gradsync.ddp(torch.nn.Linear(1, 1), compress=compress)
 
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import socket
+import subprocess
+import sys
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 import gradsync
-from tests.device import need_device, start
+from gradsync.ranks.group import timeout_of
+from tests.device import job
+from tests.launch import jobs
+from tests.support.ranks import PATIENCE
 
 # -- a call ---------------------------------------------------------------------------------------------------------
 
@@ -65,35 +74,56 @@ def free_port() -> str:
         return str(one.getsockname()[1])
 
 
-def job(*arguments: str, device: str = "", ranks: int = 2, limit: float = 60.0):
-    """A program of `jobs` on some ranks, on the fake device if `device` says so."""
-    if device:
-        need_device()
-    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "FAKE_DEVICE": device}
-    return start([["-m", "tests.launch.jobs", *arguments]] * ranks, limit=limit, **environment)
+def meeting() -> dict[str, str]:
+    return {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+
+
+def programs(name: str, limit: float = 60.0) -> list[subprocess.CompletedProcess]:
+    """A program of `jobs` on two ranks, as torchrun would start them."""
+    told = {**os.environ, **meeting(), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.launch.jobs", name]
+    running = [
+        subprocess.Popen(
+            command, env={**told, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for r in range(2)
+    ]  # fmt: skip
+    try:
+        texts = [one.communicate(timeout=limit * PATIENCE) for one in running]
+    finally:
+        for one in running:
+            one.kill()
+            one.wait()
+    return [subprocess.CompletedProcess(command, one.returncode, *text) for one, text in zip(running, texts, strict=True)]
 
 
 def test_on_the_cpu_the_ranks_meet_by_gloo_and_part():
-    for rank, done in enumerate(job("place")):
+    for rank, done in enumerate(programs("place")):
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == [f"{rank} 2 {rank} cpu gloo True", "initialised afterwards: False"]
+        assert done.stdout.splitlines() == [
+            f"{rank} 2 {rank} cpu gloo True",
+            "DistributedDataParallel None True",
+            "timeout 77.5",
+            "initialised afterwards: False",
+        ]
 
 
-def test_on_a_device_the_backend_is_the_device_s_own():
+def test_on_a_device_the_backend_is_the_device_s_own_and_ddp_has_its_number():
     """One device is to be seen by each of two ranks: each takes it, whatever its number on the host."""
-    for rank, done in enumerate(job("place", device="yes")):
+    for rank, done in enumerate(job(jobs.place, joined=False, **meeting())):
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == [f"{rank} 2 {rank} cuda:0 likenccl True", "initialised afterwards: False"]
+        assert done.stdout.splitlines() == [
+            f"{rank} 2 {rank} cuda:0 likenccl True",
+            "DistributedDataParallel [0] True",
+            "timeout 77.5",
+            "initialised afterwards: False",
+        ]
 
 
-def test_ddp_on_a_device_has_its_number():
-    for done in job("wrapped", device="yes"):
-        assert (done.returncode, done.stdout.strip()) == (0, "DistributedDataParallel [0] True"), done.stderr
-
-
-def test_the_timeout_is_the_group_s():
-    for rank, done in enumerate(job("own_group", "77.5")):
-        assert done.stdout.strip() == f"timeout 77.5 {rank}", done.stderr
+def test_a_backend_that_tells_no_timeout_has_torch_s_own():
+    """One of somebody else's, which has no options."""
+    group = SimpleNamespace(_device_types=[torch.device("cpu")], _get_backend=lambda device: object())
+    assert timeout_of(group) == default_pg_timeout.total_seconds()
 
 
 # -- a rank that leaves -----------------------------------------------------------------------------------------------
@@ -103,7 +133,7 @@ LEAVES = "rank 1 of 2 leaves gradsync.process_group() with an exception and abor
 
 def test_on_a_device_a_rank_that_raises_says_so_first_and_waits_for_nobody():
     """The group's usual end waits there for all ranks, and one of them waits for this one."""
-    waiting, raising = job("raises", device="yes")
+    waiting, raising = job(jobs.raises, joined=False, **meeting())
     assert raising.returncode == 1, raising.stderr
     first, second = (match.start() for match in re.finditer("ValueError: on purpose", raising.stderr))
     assert raising.stderr.index(LEAVES) < first < second, raising.stderr  # ours at once, and Python's own
@@ -112,7 +142,19 @@ def test_on_a_device_a_rank_that_raises_says_so_first_and_waits_for_nobody():
 
 
 def test_on_gloo_a_rank_that_raises_ends_as_any_program_does():
-    waiting, raising = job("raises")
+    waiting, raising = programs("raises")
     assert raising.returncode == 1 and raising.stderr.count("ValueError: on purpose") == 1, raising.stderr
     assert "aborts its process group" not in raising.stderr
     assert waiting.returncode == 1 and waiting.stdout.strip() == "released", waiting.stderr
+
+
+def test_on_a_device_a_wait_for_a_lost_rank_ends_before_the_group_s_timeout_and_says_what_was_waited_for():
+    """nccl's watchdog would end the process then, and Python could say nothing."""
+    for done in job(jobs.waits_for_a_lost_rank, joined=False, **meeting()):
+        assert done.returncode == 1, done.stderr
+        assert re.search(
+            r"GradSyncError: Every rank must take part in synchronising the gradients of window 1 of train_step, but this "
+            r"one waited in vain: after [45] s the device had not brought the other ranks' table",
+            done.stderr,
+        ), done.stderr
+        assert "leaves gradsync.process_group() with an exception" in done.stderr

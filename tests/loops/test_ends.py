@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import gradsync
-from tests.reference import mean_loss, micro_batch, small_model
+from tests.support.models import small_model
+from tests.support.reference import mean_loss, micro_batch
 
 BEGIN = """
 import torch, gradsync

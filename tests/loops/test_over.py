@@ -12,8 +12,9 @@ import pytest
 import torch.distributed as dist
 
 import gradsync
-from tests.reference import cut, mean_loss, micro_batch, small_model, train, window_mean
-from tests.verdicts import (
+from tests.support.models import small_model
+from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
+from tests.support.verdicts import (
     NOT_SHARDED, FullRecorder, compare, exact, exact_or_refused, in_turn, items_of_rank, on_engine, refused, verdict,
     verdicts,
 )  # fmt: skip

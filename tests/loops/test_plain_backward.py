@@ -11,8 +11,9 @@ from torch import nn
 
 import gradsync
 from gradsync import sync_every
-from tests.reference import cut, mean_loss, micro_batch, small_model, train, window_mean
-from tests.verdicts import (
+from tests.support.models import small_model
+from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
+from tests.support.verdicts import (
     ENGINES, NOT_SHARDED, FullRecorder, compare, exact, items_of_rank, on_engine, refused, verdict, verdicts,
 )  # fmt: skip
 
@@ -133,6 +134,60 @@ def second_on_boundary(engine: str):
 def test_a_second_plain_backward_on_the_boundary(ranks, engine, size):
     """The first one has synchronised: what the second adds would stay local."""
     refused(verdicts(ranks(size), second_on_boundary, engine), "second|one backward|twice", "add|sum|once")
+
+
+def own_after(step, loss):
+    step.backward(loss())
+    loss().backward()
+
+
+def own_before(step, loss):
+    loss().backward()
+    step.backward(loss())
+
+
+def own_where_held(step, loss):
+    step.backward(loss()) if step.last else loss().backward()
+
+
+def own_on_the_last(step, loss):
+    loss().backward() if step.last else step.backward(loss())
+
+
+def one_layer_beside(step, loss):
+    step.backward(loss())
+    if step.last:
+        loss(1).backward()
+
+
+MIXED = [own_after, own_before, own_where_held, own_on_the_last, one_layer_beside]
+
+
+def mixed(engine: str, number: int, steps: int):
+    home = on_engine(small_model(), engine)
+    optimizer = FullRecorder(home.parameters())
+
+    def run():
+        for step, x in sync_every(home, steps, items_of_rank([4] * dist.get_world_size())):
+            MIXED[number](step, lambda layers=9, x=x: home(x).square().mean() if layers == 9 else some_of(home, engine, x))
+            assert not step.last, "the window has closed"
+        assert not optimizer.seen
+
+    return verdict(run)
+
+
+def some_of(home, engine: str, x):
+    """A loss of one layer alone."""
+    model = home if engine in {"bare", "fsdp2"} else home.module
+    return home(x).sum() if engine == "fsdp2" else model[0].weight.square().sum() + 0.0 * x.sum()
+
+
+@pytest.mark.parametrize("number", range(len(MIXED)), ids=[one.__name__ for one in MIXED])
+@pytest.mark.parametrize(("engine", "size"), HOMES)
+def test_a_plain_backward_beside_step_backward(ranks, engine, size, number):
+    """It would be scaled by nothing, or stay on its rank: the window is refused before the optimizer's step."""
+    for steps in (2,) if MIXED[number] in {own_where_held, own_on_the_last} else (2, 1):
+        refused(verdicts(ranks(size), mixed, engine, number, steps), "plain backward|second", "add|once")
 
 
 def stepping(engine: str, how: str):

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 import gradsync
-from tests.reference import mean_loss, micro_batch, small_model
-from tests.verdicts import FullRecorder, compare, exact, on_engine, verdict, verdicts
+from tests.support.models import small_model
+from tests.support.reference import mean_loss, micro_batch
+from tests.support.verdicts import FullRecorder, compare, exact, on_engine, verdict, verdicts
 
 HOMES = [("bare", 1), ("bare", 2), ("ddp", 2), ("find_unused", 2), ("bare", 3)]
 

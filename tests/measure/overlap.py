@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import nn
 
+from gradsync.functional import Who
 from gradsync.overlap.provisional import provisional_step
 from gradsync.overlap.saved import Saved
 from gradsync.overlap.watch import Watch
@@ -58,7 +59,7 @@ def measure(millions: float, kind: str) -> str:
         give()
         made, whole = timed(lambda: provisional_step([optimizer], factor=0.25, clip_norm=1.0, spare=saved))
         made.put_back()
-        watch, on = timed(lambda: Watch(list(model.parameters()), [optimizer], [model], print))
+        watch, on = timed(lambda: Watch(list(model.parameters()), Who([model], [optimizer]), print))
         _, off = timed(lambda: (watch.check(), watch.end()))
         rows.append((step, save, back, whole, on + off))
         spare = made

@@ -8,7 +8,7 @@ import pydoc
 import pytest
 
 import gradsync
-from tests.reference import mean_loss
+from tests.support.reference import mean_loss
 
 METHODS = ["over", "flush", "settle", "reset", "state_dict", "load_state_dict"]
 

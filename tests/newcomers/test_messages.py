@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from gradsync import GradSyncError, LossSum, accumulating
-from tests.reference import mean_loss, micro_batch, small_model
-from tests.verdicts import says
+from tests.support.models import small_model
+from tests.support.reference import mean_loss, micro_batch
+from tests.support.verdicts import says
 
 X = micro_batch(0, 0)
 

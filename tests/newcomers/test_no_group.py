@@ -7,8 +7,9 @@ import torch
 
 import gradsync
 from gradsync import GradSyncError
-from tests.reference import mean_loss, micro_batch, small_model
-from tests.verdicts import says
+from tests.support.models import small_model
+from tests.support.reference import mean_loss, micro_batch
+from tests.support.verdicts import says
 
 X = micro_batch(0, 0)
 

@@ -12,8 +12,9 @@ from torch import nn
 
 import gradsync
 from gradsync import GradSyncError, LossSum, accumulating
-from tests.reference import cut, mean_loss, micro_batch, small_model, train, window_mean
-from tests.verdicts import (
+from tests.support.models import small_model
+from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
+from tests.support.verdicts import (
     NOT_SHARDED, FullRecorder, compare, exact, exact_or_refused, items_of_rank, on_engine, refused, verdict, verdicts,
 )  # fmt: skip
 

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 import gradsync
 from gradsync import LossSum
-from tests.reference import cut, small_model, sum_loss, train
-from tests.reference import micro_batch
-from tests.verdicts import ENGINES, FullRecorder, compare, exact, items_of_rank, on_engine, refused, verdict, verdicts
+from tests.support.models import small_model
+from tests.support.reference import cut, sum_loss, train
+from tests.support.reference import micro_batch
+from tests.support.verdicts import ENGINES, FullRecorder, compare, exact, items_of_rank, on_engine, refused, verdict, verdicts
 
 # What goes wrong where such counts are added in their own dtype: rounding, wrapping, or three Trues that are one.
 COUNTS = {

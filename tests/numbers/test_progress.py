@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 import gradsync
 from gradsync import LossSum
-from tests.reference import cut, mean_loss, micro_batch, small_model, sum_loss, train
-from tests.verdicts import ENGINES, FullRecorder, exact, items_of_rank, on_engine, verdict, verdicts
+from tests.support.models import small_model
+from tests.support.reference import cut, mean_loss, micro_batch, sum_loss, train
+from tests.support.verdicts import ENGINES, FullRecorder, exact, items_of_rank, on_engine, verdict, verdicts
 
 HOMES = [*((one, 2) for one in ENGINES), ("bare", 1), ("bare", 3)]
 LENGTHS = {1: [5], 2: [5, 3], 3: [5, 2, 4]}

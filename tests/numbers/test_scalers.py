@@ -11,8 +11,9 @@ from torch import nn
 from torch.amp import GradScaler
 
 import gradsync
-from tests.reference import cut, mean_loss, micro_batch, small_model, sum_loss, train, window_mean
-from tests.verdicts import (
+from tests.support.models import small_model
+from tests.support.reference import cut, mean_loss, micro_batch, sum_loss, train, window_mean
+from tests.support.verdicts import (
     NOT_SHARDED, FullRecorder, compare, exact, exact_or_refused, items_of_rank, on_engine, verdict, verdicts,
 )  # fmt: skip
 

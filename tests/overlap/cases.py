@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradsync import GradSyncError
-from gradsync.overlap import attach, depart, go_back, landing, step_ahead
+from gradsync.overlap import attach, depart, go_back, landing, provisional, step_ahead
 from tests.overlap.loop import Behind, Model, parameters_of
 from tests.support.models import small_model
 from tests.support.reference import mean_loss, micro_batch
@@ -243,7 +243,7 @@ def going_back() -> None:
 def writes() -> list[str]:
     """By the user, to parameters or to the optimizer, while gradients travel."""
     texts = []
-    for how in ("load", "no_grad", "copy_", "optimizer"):
+    for how in ("load", "no_grad", "copy_", "optimizer", "data", "momentum", "state", "dtype"):
         model = Model()
         behind = Behind(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -254,13 +254,24 @@ def writes() -> list[str]:
             model.load_state_dict(Model().state_dict())
         elif how == "optimizer":
             optimizer.load_state_dict(state)
+        elif how == "data":
+            model.extra.data = model.extra.data * 2
+        elif how == "momentum":
+            optimizer.state[model.inner[0].weight]["momentum_buffer"].zero_()
+        elif how == "state":
+            optimizer.state.clear()
+        elif how == "dtype":
+            model.float()
         else:
             with torch.no_grad():
                 model.extra.mul_(2) if how == "no_grad" else model.extra.copy_(torch.zeros(3))
         with pytest.raises(GradSyncError) as caught, landing(flown):
             raise AssertionError
         texts.append(str(caught.value))
-        assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before)), "the last true ones"
+        if how != "dtype":
+            assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before)), "the last true ones"
+    with pytest.raises(GradSyncError), landing(go_back(flown)):
+        raise AssertionError  # they cannot land on another dtype
     return texts
 
 
@@ -340,14 +351,23 @@ class Talking(torch.optim.SGD):
         super().step()
 
 
-def a_step_that_communicates() -> str:
-    model = Model()
-    behind = Behind(model)
-    optimizer = Talking([model.inner[0].weight], lr=0.1)
-    before = parameters_of(model)
-    flight = behind.boundary(model.loss(dist.get_rank(), 0))
-    with pytest.raises(GradSyncError) as caught:
-        step_ahead(depart([flight], [optimizer]), factor=1.0)
-    assert all(map(torch.equal, parameters_of(model), before))
-    assert all(p.grad is None for p in model.parameters()), "of those in no optimizer too"
-    return str(caught.value)
+def a_step_that_communicates() -> list[str]:
+    """Found by the group's count of collectives, and where its backend has none, as an operation."""
+    texts = []
+    counting = provisional._numbers_sent
+    for number in (counting, lambda groups: None):
+        provisional._numbers_sent = number
+        try:
+            model = Model()
+            behind = Behind(model)
+            optimizer = Talking([model.inner[0].weight], lr=0.1)
+            before = parameters_of(model)
+            flight = behind.boundary(model.loss(dist.get_rank(), 0))
+            with pytest.raises(GradSyncError) as caught:
+                step_ahead(depart([flight], [optimizer]), factor=1.0)
+            assert all(map(torch.equal, parameters_of(model), before))
+            assert all(p.grad is None for p in model.parameters()), "of those in no optimizer too"
+            texts.append(str(caught.value))
+        finally:
+            provisional._numbers_sent = counting
+    return texts

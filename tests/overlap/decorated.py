@@ -24,9 +24,9 @@ class Breaks(torch.autograd.Function):
 class Training:
     """A decorated step, and what the parameters were in each `on_update`."""
 
-    def __init__(self, plan: Plan, **options) -> None:
+    def __init__(self, plan: Plan, device: str = "cpu", **options) -> None:
         self.plan, self.rank = plan, dist.get_rank() if dist.is_initialized() else 0
-        self.model = Model(getattr(torch, plan.dtype), plan.dropout)
+        self.model = Model(getattr(torch, plan.dtype), plan.dropout).to(device)
         self.optimizer = optimizer_of(plan.optimizer, self.model)
         self.scheduler = scheduler_of(self.optimizer)
         self.seen: list[list[torch.Tensor]] = []
@@ -78,6 +78,10 @@ def trained(plan: Plan, how: str = "known", **options) -> list[list[torch.Tensor
     length = sum(counts[training.rank] for counts in plan.counts)
     items = iter(range(length)) if how == "unknown" else range(length)
     for index in items if how == "flush" else training.step.over(items):
+        if plan.alone:
+            progress = training.step.progress
+            if (training.rank, progress.window, progress.index) in plan.alone:
+                training.model.state_dict()
         training.step(index)
     if how == "flush":
         training.step.flush()

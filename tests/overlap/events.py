@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -180,6 +183,12 @@ def decorated(training: Training, m: int):
 def a_write_is_an_error() -> str:
     training = in_flight()
     with torch.no_grad():
+        training.model.extra.data = training.model.extra + 1  # which no version tells of
+    with pytest.raises(GradSyncError, match="extra was written to"):
+        training.step.settle()
+    training.step.settle()
+    training = in_flight()
+    with torch.no_grad():
         training.model.extra.add_(1)
     with pytest.raises(GradSyncError) as caught:
         training.step.settle()
@@ -189,23 +198,87 @@ def a_write_is_an_error() -> str:
     return str(caught.value)
 
 
+class Failing(torch.optim.lr_scheduler.LambdaLR):
+    """Its third step raises: torch makes the first."""
+
+    def __init__(self, optimizer):
+        self.num_steps = 0
+        super().__init__(optimizer, lambda _: 1.0)
+
+    def step(self, *args):
+        self.num_steps += 1
+        if self.num_steps == 3:
+            raise KeyError
+        super().step(*args)
+
+
+def a_scheduler_that_raises(m: int) -> tuple[list[int], list[tuple[int, int]], tuple[int, int]]:
+    """The call that it raised in, and (updates, skipped) after each call: with an update that was made."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler, numbers, raised = Failing(optimizer), [], []
+
+    @gradsync.accumulating(2, overlap=m)
+    def step(model, optimizer, scheduler, index):
+        return mean_loss(model, micro_batch(dist.get_rank(), index))
+
+    for index in range(8):
+        try:
+            step(model, optimizer, scheduler, index)
+        except KeyError:
+            raised.append(index)
+        numbers.append((step.progress.updates, step.progress.skipped))
+    step.flush()
+    return raised, numbers, (step.progress.updates, step.progress.skipped)
+
+
+def dropped() -> dict[str, bool]:
+    """A model and its optimizer that go while gradients travel are freed, and the warning says what is lost."""
+    freed = {}
+    for wrap in (lambda model: model, DDP):
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        home = wrap(model)
+
+        @gradsync.accumulating(2, overlap=2)
+        def step(model, optimizer, index):
+            return mean_loss(model, micro_batch(dist.get_rank(), index))
+
+        for index in range(2):
+            step(home, optimizer, index)
+        refs = [weakref.ref(one) for one in (optimizer, model, home, *model.parameters())]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del model, optimizer, home
+            gc.collect()
+        assert len(caught) == 1 and "still travelling" in str(caught[0].message)
+        freed[wrap.__name__] = all(ref() is None for ref in refs)
+    return freed
+
+
 def left_behind() -> list[str]:
     training = in_flight()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         training.step = None
-        import gc
-
         gc.collect()
     assert same(training.parameters, training.seen[0])
     training.model.state_dict()  # nothing is left in it
     return [str(one.message) for one in caught]
 
 
+WRAPPED = (
+    lambda model: model,
+    DDP,
+    lambda model: DDP(model, gradient_as_bucket_view=True),
+    lambda model: torch.compile(model, backend="eager"),
+)
+
+
 def on_a_ddp_of_the_users() -> None:
-    """The same parameters as with the bare model, to the bit."""
+    """The same parameters as with the bare model, to the bit; compiled too."""
     found = []
-    for wrap in (lambda model: model, DDP):
+    for wrap in WRAPPED:
         torch.manual_seed(3)
         model = small_model(torch.float64)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -218,7 +291,30 @@ def on_a_ddp_of_the_users() -> None:
         for index in step.over(range(7 + dist.get_rank())):
             step(wrapped, optimizer, index)
         found.append([p.detach().clone() for p in model.parameters()])
-    assert same(*found)
+    assert all(same(one, found[0]) for one in found)
+
+
+def a_rate_of_the_users() -> None:
+    """What the user sets in flight is what the landing steps with, and it stays."""
+    training = in_flight()
+    for group in training.optimizer.param_groups:
+        group["lr"] = 0.0
+    training.step.settle()
+    assert len(training.seen) == 2 and same(training.seen[1], training.seen[0])
+    assert [group["lr"] for group in training.optimizer.param_groups] == [0.0]
+
+
+def without_overlap() -> set[str]:
+    """The files whose lines run in windows without overlap."""
+    training, files = Training(Plan((), 0)), set()
+    sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
+    try:
+        for index in training.step.over(range(7)):
+            training.step(index)
+    finally:
+        sys.setprofile(None)
+    assert len(training.seen) == 3
+    return files
 
 
 def refused() -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradsync.engines._ddp import _Touch
+from gradsync.engines._ddp_fits import Joint
 from gradsync.functional import clip, normalise
 from gradsync.overlap import attach, depart, landing, step_ahead
 from tests.support.reference import mean_loss, micro_batch
@@ -30,7 +30,8 @@ class Model(nn.Module):
         self.to(dtype)
 
     def loss(self, rank: int, index: int):
-        x = nn.functional.dropout(micro_batch(rank, index, dtype=self.extra.dtype), self.dropout)
+        x = micro_batch(rank, index, dtype=self.extra.dtype).to(self.extra.device)
+        x = nn.functional.dropout(x, self.dropout)
         loss = mean_loss(self.inner, x)
         return loss + (self.extra * x).mean() if (rank + index // 2) % 3 == 0 else loss
 
@@ -52,6 +53,12 @@ class Plan:
     breaking: tuple[tuple[int, int], ...] = ()  # (rank, index) of those whose backward raises
     tail: str = "step"
     dropout: float = 0.0
+    weightless: tuple[int, ...] = ()  # indices of micro-batches whose sums are over nothing, on all ranks
+    alone: tuple[tuple[int, int, int], ...] = ()  # (rank, window, index) before which a rank saves its model
+
+    def first_true(self, rank: int, window: int) -> int:
+        """Before which of its micro-batches a rank lands what travels beside a window."""
+        return min([self.m, *(index for r, w, index in self.alone if (r, w) == (rank, window))])
 
     def size(self, window: int) -> int:
         """What a window is planned for."""
@@ -59,7 +66,7 @@ class Plan:
 
     def weight(self, rank: int, index: int) -> int:
         """What a micro-batch's loss is a sum over; 1 for means."""
-        if (rank, index) in self.broken:
+        if (rank, index) in self.broken or index in self.weightless:
             return 0
         return (3 * rank + 2 * index) % 5 if self.sums else 1
 
@@ -85,7 +92,8 @@ def optimizer_of(name: str, model: nn.Module):
         return Two(torch.optim.SGD(parameters[:3], lr=0.3, momentum=0.9), torch.optim.AdamW(parameters[3:], lr=0.05))
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=0.3, momentum=0.9, dampening=0.2, weight_decay=0.1)
-    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, foreach=name == "foreach", fused=name == "fused")
+    kind = {name: True} if name in ("foreach", "fused", "capturable") else {"foreach": False}
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, **kind)
 
 
 def scheduler_of(optimizer):
@@ -121,7 +129,7 @@ class Behind:
         self.ledger.backward(torch.tensor(used, dtype=self.ledger.dtype))
         rest = self.parameters if loss is None else self._unready()
         if rest:
-            _Touch.apply(*rest).backward()
+            Joint.apply(*rest).backward()
         self.ddp.reducer._rebuild_buckets()
         flight = self.travel.end()
         own, self.ledger.grad = self.ledger.grad.tolist(), None  # as it came
@@ -193,7 +201,7 @@ def simulate(plan: Plan) -> list[list[torch.Tensor]]:
     ranks = range(len(plan.counts[0]))
     model = Model(dropout=plan.dropout)
     random = [state_of(rank) for rank in ranks]
-    optimizer = optimizer_of("adamw" if plan.optimizer in ("foreach", "fused") else plan.optimizer, model)
+    optimizer = optimizer_of("adamw" if plan.optimizer in ("foreach", "fused", "capturable") else plan.optimizer, model)
     scheduler = scheduler_of(optimizer)
     ahead = [model for _ in ranks]
     seen: list[list[torch.Tensor]] = []
@@ -220,7 +228,7 @@ def simulate(plan: Plan) -> list[list[torch.Tensor]]:
             for index in range(counts[rank]):
                 if (rank, taken[rank] + index) in plan.broken:
                     continue
-                early = index < plan.m and travelling is not None
+                early = index < plan.first_true(rank, window) and travelling is not None
                 at = (before if ahead[rank] is model else ahead[rank]) if early else model
                 torch.set_rng_state(random[rank])
                 loss = at.loss(rank, taken[rank] + index) * (plan.weight(rank, taken[rank] + index) if plan.sums else 1)

@@ -29,7 +29,7 @@ def test_settings():
 def test_compress():
     assert check_compress(None) is None and check_compress("bf16") is torch.bfloat16
     for wrong in ("fp16", torch.bfloat16, True):
-        with pytest.raises(ValueError, match="compress needs None or 'bf16'"):
+        with pytest.raises(ValueError, match='compress needs "bf16", or None'):
             check_compress(wrong)
 
 

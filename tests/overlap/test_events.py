@@ -75,8 +75,29 @@ def test_what_still_travels_as_the_function_ends_is_a_warning(ranks):
         assert len(told) == 1 and "still travelling" in told[0] and "settle()" in told[0]
 
 
+def test_a_model_that_goes_while_gradients_travel_is_freed(ranks):
+    assert ranks(2).run(events.dropped) == [{"<lambda>": True, "DistributedDataParallel": True}] * 2
+
+
+@pytest.mark.parametrize(("m", "at"), [(0, 3), (1, 4), (2, 5)])
+def test_an_update_counts_whose_scheduler_failed(ranks, m, at):
+    """As without overlap."""
+    for raised, numbers, last in ranks(2).run(events.a_scheduler_that_raises, m):
+        assert raised == [at] and numbers[at] == (2, 0) and last == (4, 0)
+
+
 def test_a_ddp_of_the_users_overlaps_alike(ranks):
     ranks(2).run(events.on_a_ddp_of_the_users)
+
+
+def test_a_learning_rate_that_is_set_in_flight_is_that_at_landing(ranks):
+    ranks(2).run(events.a_rate_of_the_users)
+
+
+def test_without_overlap_no_line_of_it_runs(ranks):
+    for files in ranks(2).run(events.without_overlap):
+        assert any("gradsync/decorator/updates" in file for file in files)
+        assert not [file for file in files if "gradsync/overlap/" in file or file.endswith("decorator/overlapped.py")]
 
 
 def test_where_it_cannot_be_is_a_sentence(ranks):

@@ -66,7 +66,7 @@ class Fails:
                 raise ValueError("not about memory")
 
 
-def train(kind, where, limits, at, function=mean_loss, make=Net, num=2 * WINDOW, fails=None, over=None, **options):
+def train(kind, where, limits, at, function=mean_loss, make=Net, num=2 * WINDOW, fails=None, over=None, steps=WINDOW, **options):
     """Parameters after each update, and the decorated function."""
     call.free = lambda: None  # a collection for each failure would take most of the time
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -75,7 +75,7 @@ def train(kind, where, limits, at, function=mean_loss, make=Net, num=2 * WINDOW,
     used = on(kind, model)
     optimizer = torch.optim.SGD(used.parameters(), lr=LR)
 
-    @gradsync.accumulating(WINDOW, fit=True, **options)
+    @gradsync.accumulating(steps, fit=True, **options)
     def step(model, optimizer, index, x, y):
         if fails is not None:
             fails(index)
@@ -122,6 +122,33 @@ def held_and_boundary(kind, where, limits):
             assert progress.rows <= limit
     states, progress = train(kind, where, limits, at)
     compare(states, truth(regular()))
+
+
+def composed(kind):
+    """A real scaler with clipping, `sync="each"`, and `steps` as a function, each rank with another limit."""
+    rank = dist.get_rank()
+    limits = [2, 6, 1]
+    for where in ("forward", "backward"):
+        states, _ = train(kind, where, limits, 2, sync="each")
+        compare(states, truth(regular()))
+        sizes = (3, 1, 2)
+        states, _ = train(kind, where, limits, 2, steps=lambda window: sizes[window])
+        starts = (0, 3, 4)
+        ranks = range(dist.get_world_size())
+        compare(states, truth([[(r, k + i) for r in ranks for i in range(n)] for k, n in zip(starts, sizes)]))
+        model = Net(at=2)
+        model.limit, model.where = limits[rank], where
+        used, scaler = on(kind, model), torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
+        optimizer = torch.optim.SGD(used.parameters(), lr=LR)
+
+        @gradsync.accumulating(WINDOW, fit=True, clip_norm=1e9)
+        def step(model, optimizer, scaler, x, y):
+            return mean_loss(model, x, y)
+
+        for index in range(2 * WINDOW):
+            step(used, optimizer, scaler, *batch(ROWS, seed=10 * index + rank))
+        compare([[p.detach() for p in model.parameters()]], truth(regular())[-1:])
+        assert scaler.get_scale() == 2.0**10
 
 
 def uneven(kind, where):

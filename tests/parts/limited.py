@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import torch
 
-from gradsync.functional._loss import LossSum
+from gradsync._loss import LossSum
 from gradsync.parts import Fit, Work, run_in_parts
 
 
@@ -66,19 +66,19 @@ def work_for(model, function=mean_loss, scale=1.0, engines=(), last=False, calls
     def tensor(found):
         return found.loss if isinstance(found, LossSum) else found
 
-    def backward(found, weight, whole):
-        loss = tensor(found)
+    def weigh(found, weight):
+        return tensor(found) * scale, torch.full_like(tensor(found), weight)
+
+    def backward(loss, seed, whole):
         if calls is not None:
-            calls.append((weight, whole))
+            calls.append((seed.item(), whole))
         if last:
             for engine in engines:
                 engine.arm(loss * 1.0)
-        torch.autograd.backward(loss * scale, torch.full_like(loss, weight))
+        loss.backward(seed)
 
     held = (lambda: Held(engines, around=True)) if engines else nullcontext
-    return Work(
-        function, backward, list(model.parameters()), scale=lambda found: tensor(found) * scale, held=held
-    )
+    return Work(function, weigh, backward, list(model.parameters()), held=held)
 
 
 class Held:

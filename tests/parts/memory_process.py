@@ -8,7 +8,7 @@ import torch
 
 import gradsync
 
-ROWS, WIDTH, DEPTH, STEPS, WINDOW = 4096, 256, 8, 2, 2
+ROWS, WIDTH, DEPTH, STEPS, WINDOW = 16384, 64, 8, 2, 2
 
 
 def address_space():

@@ -9,6 +9,7 @@ import torch
 
 import gradsync
 from gradsync import GradSyncError
+from gradsync.functional import Run
 from gradsync.parts import Sizes
 from tests.parts.cases_decorator import LR, WINDOW, Fails, compare, train, truth
 from tests.parts.limited import Net, assert_same, batch, gradients, mean_loss, sum_loss
@@ -114,6 +115,27 @@ def test_below_one_row():
     step.reset()
 
 
+@pytest.mark.parametrize("function", [mean_loss, sum_loss])
+def test_no_memory_for_the_scalar_that_backward_begins_with(function, monkeypatch):
+    """That is before the one backward of a call is spent: what fits runs in parts, and all parts count."""
+    plain = Run.weigh
+
+    def weigh(run, loss, scaler=None):
+        if sizes[-1] > 2:
+            raise torch.OutOfMemoryError("not even for that")
+        return plain(run, loss, scaler)
+
+    def noted(model, x, y):
+        sizes.append(len(x))
+        return function(model, x, y)
+
+    sizes = []
+    monkeypatch.setattr(Run, "weigh", weigh)
+    states, progress = train("bare", "forward", [6], 2, noted)
+    compare(states, truth(WINDOWS, function))
+    assert progress.rows <= 2
+
+
 def test_a_method_and_a_function_that_cuts():
     """The cut gets a method's arguments without the instance; what comes back has the loss of the whole."""
 
@@ -167,14 +189,14 @@ def test_wrong_arguments():
 def test_a_thousand_failures_leave_nothing(caplog):
     """Neither tensors nor hooks, states or handles are left; dropping model and optimizer frees both, cycles included."""
     caplog.set_level(logging.ERROR, "gradsync")  # the records themselves are kept by pytest
-    model = Net()
+    model = Net(depth=2, at=1)  # small: it is run two thousand times
     model.optimizer = optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     @gradsync.accumulating(2, fit=True)
     def step(model, optimizer, x, y):
         return mean_loss(model, x, y)
 
-    def some(number, data=batch(8)):
+    def some(number, data=batch(4)):
         failures = 0
         while failures < number:
             model.where = ("forward", "backward")[failures % 2]

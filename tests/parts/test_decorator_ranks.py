@@ -45,6 +45,8 @@ def test_three_ranks(ranks):
     """Each with another limit."""
     for where in ("forward", "backward"):
         ranks(3).run(cases.held_and_boundary, "bare", where, [6, 3, 1])
+    ranks(3).run(cases.composed, "bare")
+    ranks(3).run(cases.composed, "find")
 
 
 def test_refused(ranks):

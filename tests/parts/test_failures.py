@@ -1,12 +1,13 @@
 """A call that runs out of memory ends with the gradients of one that had the memory, hooks included."""
 
 import logging
+import weakref
 
 import pytest
 import torch
 
 from gradsync import GradSyncError
-from gradsync.functional._loss import LossSum
+from gradsync._loss import LossSum
 from gradsync.parts import Fit, run_in_parts
 from tests.parts.limited import Net, assert_same, batch, gradients, mean_loss, opened, run, sum_loss, work_for
 
@@ -217,9 +218,12 @@ class Counting(Net):
         self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
         self.register_buffer("new", torch.zeros(()))
         self.register_buffer("table", torch.zeros(8))
+        self.register_buffer("made_later", None)
 
     def forward(self, x):
         self.rows += len(x)
+        if self.made_later is None:
+            self.made_later = torch.ones(len(x))
         self.new = self.new + len(x)
         return super().forward(x)
 
@@ -233,10 +237,11 @@ def test_buffers_are_put_back(where):
     for index in range(4):
         run(model, *batch(6, seed=index), fit=fit)
         assert model.rows == model.new == 6 * (index + 1)
+        assert len(model.made_later) == 2
         fit.sizes = type(fit.sizes)()
         fit.open([model])
     _, copies = fit._buffers.see()
-    assert len(copies) == 2  # the table, which no call changes, is not copied again
+    assert len(copies) == 3  # the table, which no call changes, is not copied again
 
 
 def test_a_buffer_that_begins_to_change_is_an_error():
@@ -252,6 +257,39 @@ def test_a_buffer_that_begins_to_change_is_an_error():
     model.limit = 2
     with pytest.raises(GradSyncError, match="changed the buffer 'table' of a Counting"):
         run(model, *batch(6), function=function, fit=fit)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_arguments_are_put_back(where):
+    """A body may write to the lists and dicts that it is given; a tensor that it writes to is an error that says so."""
+
+    def function(model, some, others):
+        others["x"] = others["x"] * 2
+        some[0] = others["output"] = model(others["x"])
+        return ((others["output"] - others["y"]) ** 2).mean(dim=1).mean()
+
+    truth, _ = reference(6, lambda model, x, y: mean_loss(model, 2 * x, y))
+    x, y = batch(6)
+    model = Net()
+    model.limit, model.where = 1, where
+    outputs, alive = [], []  # of parts: each is to be gone before the next part runs
+    model.register_forward_hook(lambda _, __, output: outputs.append(weakref.ref(output)))
+    model.register_forward_pre_hook(lambda *_: alive.extend(ref() for ref in outputs if ref() is not None))
+    some, others = [y], {"x": x, "y": y}
+    run(model, some, others, function=function)
+    assert_same(gradients(model), truth)
+    assert some[0] is y and list(others) == ["x", "y"] and others["x"] is x
+    assert len(outputs) >= 6 and not alive
+
+    def in_place(model, x, y):
+        return mean_loss(model, x.mul_(2), y)
+
+    with pytest.raises(GradSyncError, match=r"wrote to one of them in place, a tensor of shape \(6, 5\)"):
+        run(model, x.clone(), y, function=in_place)
+    model.limit = 6
+    with torch.inference_mode():
+        x = x.clone()  # has no version
+    run(model, x, y, function=lambda model, x, y: mean_loss(model, x.clone(), y))
 
 
 def test_returned_objects():
@@ -304,6 +342,9 @@ def test_own_cut():
     model.limit = 2
     with pytest.raises(GradSyncError, match="Return LossSum"):
         run(model, Graphs(*batch(7)), function=lambda m, g: mean_loss(m, *g.data), fit=opened(model, cut))
+    for came in (None, 3, [batch(7)], [((model,), {}, 1)]):
+        with pytest.raises(GradSyncError, match=r"a list of pairs \(args, kwargs\), each a tuple and a dict"):
+            run(model, Graphs(*batch(7)), function=function, fit=opened(model, lambda *_, came=came: came))
     with pytest.raises(TypeError, match="fit must be True"):
         Fit(4)
 
@@ -333,6 +374,8 @@ def test_refused():
     with pytest.raises(GradSyncError, match=r"bn is a BatchNorm1d in training"):
         opened(torch.nn.ModuleDict({"bn": torch.nn.BatchNorm1d(3)}))
     opened(torch.nn.BatchNorm1d(3).eval())
+    with pytest.raises(GradSyncError, match="the model is a BatchNorm1d without running statistics"):
+        opened(torch.nn.BatchNorm1d(3, track_running_stats=False).eval())
     model = Net()
     from torch.utils.checkpoint import checkpoint
 

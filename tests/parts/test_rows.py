@@ -83,6 +83,30 @@ def test_an_attempt_that_fails_on_all_ranks(ranks):
     assert ranks(2).run(searched, "fsdp", [99, 99], 5) == [(4, [1, 2, 4, 8])] * 2
 
 
+def on_some_ranks():
+    """Ranks 0 and 2 hold a model; the other one runs nothing."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return None
+    model, most = Net(), []
+    model.limit = 5 + dist.get_rank()
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=group)
+    for limit in (5 + dist.get_rank(), dist.get_rank()):
+        model.limit = limit
+        try:
+            most.append(gradsync.functional.rows_that_fit(ddp, lambda rows: ddp(torch.ones(rows, WIDTH)).sum(), 6))
+        except gradsync.GradSyncError as error:
+            most.append(str(error))
+    return most
+
+
+def test_a_model_on_some_of_the_ranks(ranks):
+    """Its own ranks alone agree, and an error names them by their numbers."""
+    first, none, last = ranks(3).run(on_some_ranks)
+    assert none is None and first[0] == last[0] == 4
+    assert first[1] == last[1] and "it does not on rank 0." in first[1]
+
+
 def refused():
     model = model_of("bare")
     texts = []
@@ -109,7 +133,9 @@ def test_refused(ranks):
 
 def test_the_devices_own_counters():
     """On a CPU they are the process's: an attempt that takes 128 MiB is seen, and one after it that takes less."""
-    measure, sizes = peak.meter_of(torch.device("cpu")), (128, 48)  # beyond what an allocator keeps
+    measure, sizes = peak.meter_of(torch.device("cpu")), (128, 24, 48)
+    for _ in range(2):
+        torch.ones(30, 2**18)  # which the allocator keeps, and would hand out again
     took = [measure(lambda n=n: torch.ones(n, 2**18).sum()) for n in sizes]
     assert all(0.8 * n * 2**20 < one.peak < 1.5 * n * 2**20 for n, one in zip(sizes, took)), took
     assert took[0].free > 0

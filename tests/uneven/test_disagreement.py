@@ -22,10 +22,12 @@ def disagreement(what: str, iterator: bool = False) -> str:
     optimizer = Recorder(model.parameters())
     steps = {"steps": 2 + rank, "steps later": lambda window: 2 + rank * (window == 1)}.get(what, 2)
     tail = "drop" if what == "tail" and rank else "step"
+    calls = []
 
-    @accumulating(steps=steps, tail=tail)
+    @accumulating(steps=steps, tail=tail, skip=KeyError if what == "loss later" else ())
     def step(model, optimizer, x):
-        if what == "loss" and rank:
+        calls.append(x)
+        if (what == "loss" or (what == "loss later" and len(calls) > 2)) and rank:
             return LossSum(sum_loss(model, x), x.numel())
         return mean_loss(model, x)
 
@@ -55,6 +57,7 @@ def disagreement(what: str, iterator: bool = False) -> str:
         ("steps later", ["same number of steps in a window", "rank 0 has 2", "rank 1 has 3"]),
         ("tail", ["same tail", "rank 0 has step", "rank 1 has drop"]),
         ("loss", ["same kind of loss", "rank 0 has a mean", "rank 1 has a LossSum"]),
+        ("loss later", ["same kind of loss", "rank 0 returned a mean", "rank 1 returned a LossSum"]),
         ("parameters", ["same trainable parameters", "rank 0 has 2 of 8", "rank 1 has 2 of 12"]),
     ],
 )

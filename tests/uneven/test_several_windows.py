@@ -91,3 +91,35 @@ def test_several_windows_in_one_loop(ranks, nested):
     """Also on a rank that has run out, or never had an item of this loop: which window closes, the others tell."""
     for lengths in ([5, 2], [2, 5], [4, 9], [7, 7], [1, 8], [3, 0], [0, 4]):
         assert ranks(2).run(several_windows, lengths, nested) == ["exact"] * 2
+
+
+def own_cadences(lengths: list[int], sizes: tuple[int, int], known: bool, overlap: int) -> None:
+    """Two functions in windows of their own length, called in turn for each item."""
+    rank = dist.get_rank()
+    models = [small_model(), small_model()]
+    optimizers = [Recorder(model.parameters()) for model in models]
+    steps = [
+        gradsync.accumulating(steps=size, model=model, optimizer=optimizer, overlap=min(overlap, size))(
+            lambda x, model=model: mean_loss(model, x)
+        )
+        for size, model, optimizer in zip(sizes, models, optimizers, strict=True)
+    ]
+    items = [micro_batch(rank, i) for i in range(lengths[rank])]
+    for x in steps[0].over(steps[1].over(items if known else iter(items))):
+        for step in steps:
+            step(x)
+    for size, optimizer in zip(sizes, optimizers, strict=True):
+        expected, _ = train(small_model(), cut(lengths, size), window_mean)
+        assert_equal_updates(optimizer.seen, expected)
+        for parameter in optimizer.param_groups[0]["params"]:
+            first = parameter.detach().clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(first, parameter)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (1, 4)])
+def test_functions_with_cadences_of_their_own(ranks, sizes):
+    """On the last item of a rank the others may come to another window first: it waits for their word, and closes theirs."""
+    for lengths in ([10, 11], [9, 4], [1, 5], [7, 7], [3, 8]):
+        for known in (True, False):
+            ranks(2).run(own_cadences, lengths, sizes, known, 0)

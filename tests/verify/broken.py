@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-import gradsync.decorator.call as call
+import gradsync.decorator.updates as updates
 from gradsync.verify._rank import Task, main
 from gradsync.verify.table import CELLS
 
@@ -21,8 +21,8 @@ BREAK = {"full_windows": "wrong", "tail_over": "hangs", "tail_flush": "dies"}  #
 def broken(how: str, play):
     def in_its_place(home):
         if how == "wrong":
-            right = call.step_optimizers
-            call.step_optimizers = lambda *args, **options: right(*args, **{**options, "factor": 2 * options["factor"]})
+            right = updates.step_optimizers
+            updates.step_optimizers = lambda *args, **options: right(*args, **{**options, "factor": 2 * options["factor"]})
         elif how == "hangs" and home.rank == 1:
             time.sleep(600)
         elif home.rank == 1:

@@ -10,15 +10,20 @@ import sys
 import pytest
 
 from gradsync.verify import main
-from gradsync.verify._report import Report, Tried, as_markdown, as_text
+from gradsync.verify._arguments import parse
+from gradsync.verify._cli import _engines
+from gradsync.verify._report import Ranks, Report, Tried, as_markdown, as_text
 from gradsync.verify.homes import HOMES
 from gradsync.verify.table import CELLS, ROWS
+from tests.launch.test_device import show
+from tests.support.ranks import PATIENCE
 
+LIMIT = 8 * PATIENCE  # seconds; the machine may be busy
 FACTS = {"torch": "2", "python": "3", "machine": "here"}
 
 
 def asked(engines, promises) -> list[str]:
-    return [*(f"--engine={one}" for one in engines), *(f"--promise={one}" for one in promises), "--device=cpu"]
+    return [*(f"--engine={one}" for one in engines), *(f"--promise={one}" for one in promises), "--device=cpu", f"--limit={LIMIT}"]
 
 
 def test_what_holds_is_said_and_the_exit_code_is_0(capfd):
@@ -38,16 +43,36 @@ def test_a_broken_engine_is_told_of_and_the_exit_code_is_1(capfd):
     """What is wrong, hangs or dies in one cell is that cell's: the next ones are tried all the same."""
     promises = ["full_windows", "tail_over", "tail_flush", "reset"]
     command = [sys.executable, "-m", "tests.verify.broken"]
-    code = main([*asked(["bare"], promises), "--json", "--limit=6"], command)
+    code = main([*asked(["bare"], promises), "--json"], command)
     told = json.loads(capfd.readouterr().out)
     assert code == 1 and told["holds"] is False
     cells = {one["promise"]: one for one in told["cells"]}
     assert {name: one["holds"] for name, one in cells.items()} == dict(zip(promises, [False, False, False, True], strict=True))
     said = {name: [one["said"] for one in cells[name]["wrong"]] for name in promises[:3]}
     assert len(said["full_windows"]) == 2 and all("is off by" in text for text in said["full_windows"])
-    assert any("it hangs: it had not ended after 6 s, and stood at broken.py" in text for text in said["tail_over"])
+    assert any(f"it hangs: it had not ended after {LIMIT:g} s, and stood at broken.py" in text for text in said["tail_over"])
     assert said["tail_flush"][0].startswith("its process was ended by SIGKILL")
     assert cells["tail_flush"]["wrong"][0]["rank"] == 1
+
+
+def test_one_rank_alone_is_tried_in_a_group_of_its_own(capfd):
+    """Where a machine has one device; what is an error only because ranks differ is none there."""
+    promises = ["clipping", "compress", "uneven_iterator_from_nothing", "a_parameter_that_nobody_used"]
+    code = main([*asked(["ddp"], promises), "--ranks=1", "--json"])
+    told = json.loads(capfd.readouterr().out)
+    assert code == 0 and told["on"] == [{"ranks": 1, "device": "cpu", "backend": "gloo"}]
+    assert [(one["holds"], "error" in one) for one in told["cells"]] == [(True, False), (True, True), (True, False), (True, False)]
+
+
+@pytest.mark.parametrize(("kind", "count", "expected"), [(None, 0, 2), ("cuda", 1, 1), ("cuda", 8, 2), ("mps", 1, 2)])
+def test_each_rank_has_a_device_of_its_own_if_nothing_is_said(monkeypatch, kind, count, expected):
+    show(monkeypatch, kind, count)
+    assert list(_engines(parse(["--engine=ddp"]), None)) == [Ranks(expected)]
+
+
+def test_nothing_tried_is_not_all_that_holds():
+    report = Report(list(ROWS), {})
+    assert not report.holds and "Nothing was tried." in as_text(report, FACTS)
 
 
 def test_under_torchrun_its_ranks_are_those_that_are_tried():
@@ -62,7 +87,7 @@ def test_under_torchrun_its_ranks_are_those_that_are_tried():
 
 
 def test_the_table_has_a_mark_or_a_sentence_for_each_cell():
-    report = Report(list(ROWS), ["ddp", "fsdp2"])
+    report = Report(list(ROWS), dict.fromkeys(["ddp", "fsdp2"], Ranks(2)))
     for engine in report.engines:
         for row in ROWS:
             if CELLS[engine, row].why_not is None:
@@ -76,7 +101,7 @@ def test_the_table_has_a_mark_or_a_sentence_for_each_cell():
         assert line.count("✓") == 2
 
 
-@pytest.mark.parametrize("arguments", [["--engine=nothing"], ["--ranks=1"], ["--limit=0"], ["--json", "--markdown"]])
+@pytest.mark.parametrize("arguments", [["--engine=nothing"], ["--ranks=0"], ["--limit=0"], ["--json", "--markdown"]])
 def test_wrong_arguments_are_an_error(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)

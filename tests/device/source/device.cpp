@@ -15,6 +15,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_there", [] { return at::hasCUDA(); }, "Whether torch has found the hooks");
   m.def("on_wait", [](py::function f) { listener = f.release().ptr(); on_wait = &tell; }, "Call f(operation) for each wait of the host");
   m.def("catch_up", [] { order().catch_up(); }, "The device has done all that was queued so far");
+  m.def("hang", [] { hangs = true; }, "From now on no event comes");
   m.def("take_races", [] { return order().take_races(); }, "Uses of the same memory by streams in no order, since the last call");
   m.def("resize_storage", [](const Tensor& t, size_t n) { own::resize_storage(t.storage().unsafeGetStorageImpl(), n); });
   m.def("like_nccl", [](c10::intrusive_ptr<c10d::Backend> gloo) { return c10::make_intrusive<LikeNccl>(std::move(gloo)); });

@@ -108,11 +108,16 @@ def check_loss(loss: torch.Tensor) -> None:
             f"The loss must be a real number, but it is of {loss.dtype}. Return its .real, or its .abs()."
         )
     if not loss.requires_grad:
-        raise GradSyncError(
-            "The loss must need a gradient, but it has requires_grad=False. Compute it from the model's parameters, of "
-            "which at least one is not frozen, and neither under torch.no_grad() nor after .detach(). To evaluate, "
-            "call the model, or the undecorated function: train_step.__wrapped__(...)."
-        )
+        raise no_gradient("it has requires_grad=False")
+
+
+def no_gradient(came: str) -> GradSyncError:
+    """Nothing can be trained with this loss."""
+    return GradSyncError(
+        f"The loss must need a gradient, but {came}. Compute it from the model's parameters, of which at least one is "
+        "not frozen, and neither under torch.no_grad() nor after .detach(). To evaluate, call the model, or the "
+        "undecorated function: train_step.__wrapped__(...)."
+    )
 
 
 def detach(returned: T, loss: torch.Tensor | LossSum) -> T:

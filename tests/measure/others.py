@@ -1,6 +1,6 @@
 """Others' objects in a decorated step, as they are: built from a config, nothing is downloaded. Not run by pytest.
 
-    python -m tests.others            # needs: pip install timm peft transformers accelerate lightning-fabric
+    python -m tests.measure.others            # needs: pip install timm peft transformers accelerate lightning-fabric
 
 Each is trained on two ranks, alone and with gradsync; what gradsync did is compared with plain autograd over all ranks' data.
 The table says "exact", or the words in which it failed. Each line runs in processes of its own.
@@ -15,7 +15,6 @@ import tempfile
 import traceback
 import warnings
 
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # tests/numbers would hide the standard one
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 import torch

@@ -18,7 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradsync import GradSyncError
-from tests.reference import Recorder, assert_equal_updates, micro_batch
+from tests.support.compare import assert_equal_updates
+from tests.support.recorder import Recorder
+from tests.support.reference import micro_batch
 
 LIMIT = 45.0  # seconds a case may take, the start of its ranks on a busy machine included
 ERRORS = (GradSyncError, TypeError, ValueError)

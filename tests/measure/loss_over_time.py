@@ -1,7 +1,7 @@
 """The small GPT's loss over wall-clock time on two emulated hosts, each way to accumulate beside the others in one run.
 
-    python -m tests.measure_loss_over_time --png loss.png            # Linux, root, iproute2, matplotlib
-    python -m tests.measure_loss_over_time --link loopback           # anywhere
+    python -m tests.measure.loss_over_time --png loss.png            # Linux, root, iproute2, matplotlib
+    python -m tests.measure.loss_over_time --link loopback           # anywhere
 
 The ways take turns of a few updates, so that what else the machine does meets them all alike; each has a clock of its own,
 which stands still during the others' turns and while a loss is measured. What still travels at the end of a turn is
@@ -34,7 +34,7 @@ from gradsync.bench import _advice, _hosts
 from gradsync.bench._cli import ending_on_signals
 from gradsync.bench._remedies import REMEDIES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 from small_gpt import GPT, PAD, padded, paragraphs, plan  # noqa: E402
 
@@ -176,7 +176,7 @@ def start(args, words, folder):
             "MASTER_ADDR": hosts[0].address if hosts else "127.0.0.1",
             "GLOO_SOCKET_IFNAME": _hosts.INTERFACE if hosts else "lo", "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
-        command = [sys.executable, "-m", "tests.measure_loss_over_time", *words, "--result", str(folder / "result.json")]
+        command = [sys.executable, "-m", "tests.measure.loss_over_time", *words, "--result", str(folder / "result.json")]
         ranks = []
         try:
             for rank in range(2):

@@ -31,12 +31,6 @@ class Over:
         return Over, (None,)
 
 
-def check(compress: object) -> None:
-    """Raise for what `compress=` cannot be."""
-    if compress is not None and compress != "bf16":
-        raise ValueError(f'compress takes "bf16", or None for gradients as they are, but got {compress!r}.')
-
-
 def compress_gradients(ddp: DistributedDataParallel) -> None:
     """Have the gradients of a `DistributedDataParallel` travel in bfloat16. Twice is the same as once."""
     if "comm_hook" not in ddp._get_ddp_logging_data():
@@ -65,4 +59,5 @@ def compressed_mean(state: Over, bucket: GradBucket) -> torch.futures.Future[tor
     def arrived(future: torch.futures.Future[Any]) -> torch.Tensor:
         return buffer.copy_(future.value()[0])
 
-    return travelling.then(arrived)
+    mean: torch.futures.Future[torch.Tensor] = travelling.then(arrived)
+    return mean

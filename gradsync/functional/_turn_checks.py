@@ -1,0 +1,79 @@
+"""What would spoil windows of `sync_every` unseen: a step on a held micro-step, gradients of a loop that was left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradsync._errors import GradSyncError
+from gradsync._frames import is_left_on_purpose
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from gradsync.functional._run import Run
+    from gradsync.functional._team import Team
+
+_LEFT = "_gradsync_left"  # of a gradient that a window left behind: how often it had been written to then
+
+
+def leave(run: Run, error: BaseException, frame: FrameType | None) -> None:
+    """The loop is left. Gradients of half a window are its user's, to be dropped before the next begins.
+
+    An exception drops them; `frame` is the one that the loop is in. What it is zipped with may have ended.
+    """
+    if not isinstance(error, GeneratorExit) or not is_left_on_purpose(frame, "FOR_ITER"):
+        run.discard()
+        return
+    if run.index and not run.is_plain:
+        for parameter in run.fit().parameters:
+            if parameter.grad is not None:
+                setattr(parameter.grad, _LEFT, parameter.grad._version)
+    run.abandon()
+
+
+def insist_on_none_left(team: Team) -> None:
+    """Raise where a window begins with what such a loop has left."""
+    gradients = [parameter.grad for parameter in team.parameters if parameter.grad is not None]
+    left = sum(vars(gradient).get(_LEFT) == gradient._version for gradient in gradients)
+    if left:
+        raise GradSyncError(
+            f"A window must begin without gradients, but {left} parameters still have those of a loop over sync_every "
+            "that was left in the middle of a window. Call optimizer.zero_grad() behind that loop to drop them."
+        )
+
+
+def insist_on_none_inside(team: Team) -> None:
+    """Raise where a window begins with gradients that an engine keeps where no `zero_grad` reaches them."""
+    inside = team.gradients_left()[1] if any(engine.holds_inside for engine in team.engines) else 0
+    if inside:
+        raise GradSyncError(
+            f"A window must begin without gradients, but the engine holds those of {inside} parameters, of a loop that "
+            "was left in the middle of a window, or of backwards of your own. zero_grad() does not reach them: call "
+            "gradsync.sync_gradients(model), and optimizer.zero_grad() behind it to drop them."
+        )
+
+
+class StepWatch:
+    """Makes a step of an optimizer of these parameters an error while it is on: gradients are not synchronised yet."""
+
+    def __init__(self, run: Run) -> None:
+        self.is_on = False
+        self._run = run
+        self._handle = register_optimizer_step_pre_hook(self._check)  # torch's hook for all optimizers
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+    def _check(self, optimizer: Any, *_: object) -> None:
+        if not self.is_on:
+            return
+        mine = self._run.fit().ids
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            raise GradSyncError(
+                "An optimizer may step on the last micro-step of a window only, where the gradients are synchronised, "
+                "but optimizer.step() came on one that is held. Write: if step.last: optimizer.step(); "
+                "optimizer.zero_grad()."
+            )
