@@ -22,7 +22,7 @@
     surface/      the public names, and the shape of the package: who imports what, lengths, state
     audit/, bench/, verify/, docs/, typing_/    what their names say
     measure/      scripts behind figures in the documentation, on other torches and with others' models; no tests
-    support/      what they share: ranks, programs, models, the float64 reference, comparator, verdicts, engines, counters
+    support/      what they share: ranks, programs, models, the reference, comparator, verdicts, engines, counters
 
 A test that needs ranks takes the `ranks` fixture: `ranks(2).run(case, *args)` runs a module-level function on two real ranks.
 One that needs a program of its own takes `programs`: `programs.run(file)` has its exit code, output and complaints.
