@@ -76,7 +76,7 @@ def is_built_for(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) 
         return bool(known == tuple(map(likeness, reduced))) and is_wired(ddp, reduced)
     if len(reduced) != ddp._get_ddp_logging_data()["num_parameter_tensors"]:
         return False
-    if not _are_held(reduced):
+    if not _are_held(reduced) or any(map(is_resized, reduced)):
         return False
     if len(reduced) == len(ddp._module_parameters):
         return True
