@@ -125,7 +125,7 @@ class Closing:
 
 def _summed(loss: float | torch.Tensor | Sequence[torch.Tensor]) -> float | torch.Tensor:
     """The losses are added up when this is read, which most windows never are."""
-    if isinstance(loss, float | torch.Tensor):
+    if isinstance(loss, int | float | torch.Tensor):
         return loss
     return torch.stack([one.reshape(()) for one in loss]).sum() if loss else 0.0
 
