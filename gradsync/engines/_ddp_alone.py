@@ -25,6 +25,9 @@ class AloneEngine(DDPEngine):
 
     # A communication hook may come later, and then sees the gradients as ever.
 
+    def is_wired(self) -> bool:
+        return not self._ddp._comm_hooks or super().is_wired()
+
     def arm(self, loss: torch.Tensor | None) -> None:
         if self._ddp._comm_hooks:
             super().arm(loss)
