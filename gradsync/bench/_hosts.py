@@ -65,7 +65,8 @@ def two_hosts(link: str) -> Iterator[tuple[Host, Host]]:
             for interface in ("lo", INTERFACE):
                 _ip("-n", name, "link", "set", interface, "up")
             # The bucket holds 4 ms at 1gbit and above: with less, a fast link does not reach its rate.
-            burst = max(512 * 1024, int(bits / 8 * 0.004))
+            # What a link saves up while nothing is sent: 4 ms of its rate, or else an idle link would be a fast one.
+            burst = max(64 * 1024, int(bits / 8 * 0.004))
             shape = ("rate", f"{bits:.0f}bit", "burst", str(burst), "latency", "100ms")
             _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape)
         yield (
