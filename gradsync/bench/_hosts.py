@@ -64,8 +64,8 @@ def two_hosts(link: str) -> Iterator[tuple[Host, Host]]:
             _ip("-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
             for interface in ("lo", INTERFACE):
                 _ip("-n", name, "link", "set", interface, "up")
-            # The bucket holds 4 ms of the rate. With less, a fast link does not reach its rate. With more, a slow one is
-            # fast after a pause, for it has saved up what it did not send.
+            # The bucket holds 4 ms of the rate. With less, a fast link does not reach its rate. With more, a slow link
+            # is fast after a pause, because it has saved up what it did not send.
             burst = max(64 * 1024, int(bits / 8 * 0.004))
             shape = ("rate", f"{bits:.0f}bit", "burst", str(burst), "latency", "100ms")
             _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape)
