@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync
-from gradsync import sync_every
+from gradsync import GradSyncError, sync_every
 from tests.support.models import small_model
 from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
 from tests.support.verdicts import (
@@ -372,3 +372,23 @@ def test_windows_of_one_micro_batch_on_fsdp1(ranks):
     for kind in ("plain", "step"):
         exact(verdicts(ranks(2), windows_of_one_on_fsdp1, kind))
     refused(verdicts(ranks(2), windows_of_one_on_fsdp1, "both"), "plain backward", "once")
+
+
+def run_by_one_that_divides():
+    """Accelerate divides by its own number of steps; what the error says of it."""
+    backward, home = runner("accelerate", small_model())
+    accelerator = backward.__self__
+    accelerator.gradient_accumulation_steps = 2
+    try:
+        for step, x in sync_every(home, 2, items_of_rank([2] * dist.get_world_size())):
+            step.backward(mean_loss(home, x), run=backward)
+    except GradSyncError as error:
+        return str(error)
+    finally:
+        accelerator.gradient_accumulation_steps = 1  # of all Accelerators: it is kept in one place
+    return "no error"
+
+
+def test_what_divides_by_itself_may_not_run_the_backward(ranks):
+    for said in ranks(2).run(run_by_one_that_divides):
+        assert "divides it by its gradient_accumulation_steps, which are 2" in said
