@@ -36,6 +36,7 @@ from gradsync.engines._ddp_fits import (
     is_resized,
     is_wired,
     note_wires,
+    own_names,
     sparse_parameters,
     unused_message,
 )
@@ -330,8 +331,15 @@ class DDPEngine(Engine):
         ddp._has_rebuilt_buckets = False
         if any(map(is_resized, self._reduced)):
             self.forget_reducer()
-        parameters, sparse = ddp._build_params_for_reducer()
-        ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
+        # Those that the module has got since it was wrapped are another engine's.
+        mine, ignored = set(map(id, self._reduced)), ddp.parameters_to_ignore
+        ddp.parameters_to_ignore = {*ignored, *(name for name, p in own_names(ddp.module) if id(p) not in mine)}
+        try:
+            parameters, sparse = ddp._build_params_for_reducer()
+            names = ddp._build_debug_param_to_name_mapping(parameters)
+        finally:
+            ddp.parameters_to_ignore = ignored
+        ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
         for hook, state in ddp._comm_hooks:
             dist._register_comm_hook(ddp.reducer, state, hook)
         if builtin is not None:

@@ -18,7 +18,7 @@ from gradsync.engines._torch import ddp_finalizes_by_hand
 from gradsync.ranks.group import is_alive
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch.nn.parallel import DistributedDataParallel
 
@@ -95,6 +95,13 @@ def nodes_of(parameters: Sequence[nn.Parameter]) -> tuple[Any, ...]:
     with torch.enable_grad():
         joined = Joint.apply(*parameters)  # type: ignore[no-untyped-call] # one call for all: a third of a us for each
     return tuple(node for node, _ in joined.grad_fn.next_functions) if joined.grad_fn is not None else ()
+
+
+def own_names(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a model by DDP's names, which begin with a dot for those of the model itself."""
+    for where, module in root.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{where}.{name}", parameter
 
 
 def _are_held(parameters: Sequence[nn.Parameter]) -> bool:
