@@ -38,7 +38,7 @@ def test_a_model_that_was_edited_between_windows(ranks, name):
 # These train in the middle of the edit, or leave the optimizer, or torch's own graph, with what is gone.
 _OPEN = {
     "new_head_that_nobody_steps", "assigned_behind_the_optimizer", "resized_in_place", "frozen_and_back", "swapped",
-    "tied_and_untied",
+    "tied_and_untied", "weight_norm_of_which_the_optimizer_knows_half",
 }  # fmt: skip
 
 

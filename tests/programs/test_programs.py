@@ -6,7 +6,9 @@ import os
 
 import pytest
 
+from tests.changes.rule import exact_or_error
 from tests.programs.running import run_many
+from tests.programs.stories import tell
 from tests.programs.telling import run_stories, show
 
 IN_PYTEST = int(os.environ.get("GRADSYNC_PROGRAMS", "250"))
@@ -28,3 +30,17 @@ def test_random_stories_end_exact_or_in_an_error_on_every_rank(ranks, capsys, nu
         print(f"\n{told}")
     assert not told.failures, show(told)
     assert told.kinds["exact"] >= number / 2
+
+
+def test_a_layer_is_frozen_beside_a_new_one_that_the_users_ddp_has_not(ranks, tmp_path):
+    """A story of its own, because it ended a rank: the reducer that is made anew must not take the new layer, too."""
+    loop = {"do": "loop", "sized": True, "poison": None}
+    story = {
+        "number": 1033, "ranks": 2, "wrap": "ddp", "how": "accumulating", "steps": 1, "counts": "number", "scaler": False,
+        "hooks": False, "two": False,
+        "ops": [
+            {**loop, "lengths": [1, 1], "seed": 351}, {"do": "frozen", "rewrap": False},
+            {"do": "appended_layer", "rewrap": False}, {**loop, "lengths": [5, 6], "seed": 786},
+        ],
+    }  # fmt: skip
+    exact_or_error(ranks(2).run(tell, story, str(tmp_path / "store")), only="exact")
