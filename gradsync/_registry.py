@@ -39,3 +39,9 @@ SWITCHING = Lock()
 
 SAID_OF_TORCH: set[str] = set()
 """Warnings about an unknown torch that were given already: each is given once a process, whatever the filters."""
+
+STEP_HOOK: list[Any] = []
+"""The one hook before the steps of all optimizers, once it has been needed; it stays."""
+
+STEP_WATCHERS: dict[int, weakref.ref[Any]] = {}
+"""Whom that hook asks, by id."""

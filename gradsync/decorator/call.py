@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
 from gradsync._errors import GradSyncError
+from gradsync._step_hook import watch_steps
 from gradsync.decorator.body import Body
 from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.fitted import FittedCall
@@ -22,6 +20,7 @@ from gradsync.overlap import check_compress
 from gradsync.ranks.lost import is_lost, lost
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable, Sequence
 
     from torch.optim import Optimizer
@@ -56,8 +55,8 @@ class Call:
         self._running = False
         for one in (*cast.optimizers, *cast.schedulers):
             check_steppable(one)
-        handle = register_optimizer_step_pre_hook(StepGuard(self))
-        weakref.finalize(self, handle.remove).atexit = False
+        self._guard = StepGuard(self)  # which is watched with as long as this is alive
+        watch_steps(self._guard)
 
     # -- participants -----------------------------------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class StepGuard:
     Of all, because an optimizer that was made anew, or that steps in the backward, is none of the call's.
     """
 
-    __slots__ = ("_call",)
+    __slots__ = ("__weakref__", "_call")
 
     def __init__(self, call: Guarded) -> None:
         self._call = weakref.ref(call)

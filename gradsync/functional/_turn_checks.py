@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
 from gradsync._errors import GradSyncError
 from gradsync._frames import is_left_on_purpose
+from gradsync._step_hook import unwatch_steps, watch_steps
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -61,13 +60,14 @@ class StepWatch:
     def __init__(self, run: Run) -> None:
         self.is_on = False
         self._run = run
-        self._handle = register_optimizer_step_pre_hook(self._check)  # torch's hook for all optimizers
+        watch_steps(self)
 
     def remove(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
+        """Watch no longer."""
+        unwatch_steps(self)
 
-    def _check(self, optimizer: Any, *_: object) -> None:
+    def __call__(self, optimizer: Any) -> None:
+        """An optimizer is about to step."""
         if not self.is_on:
             return
         mine = self._run.fit().ids

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import types
+import warnings
 import weakref
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gradsync
 from gradsync import accumulating
@@ -133,3 +135,28 @@ def freed(wrap: str) -> None:
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 def test_dropping_model_and_optimizer_frees_the_engine(ranks, wrap):
     ranks(2).run(freed, wrap)
+
+
+def test_loops_and_functions_may_come_and_go_while_an_optimizer_steps():
+    """As another thread or the garbage collector has it: torch's table of hooks must not change in the meantime."""
+    model = torch.nn.Linear(2, 2)
+    optimizer, elsewhere = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, torch.nn.Linear(2, 2)))
+
+    def meanwhile(*_):
+        accumulating(steps=2)(lambda model, optimizer, x: model(x).sum())(model, optimizer, torch.ones(1, 2))
+        model.zero_grad()
+        gc.collect()  # the function is gone, and its window with it
+        for step, x in gradsync.sync_every(model, 1, torch.ones(2, 1, 2)):
+            step.backward(model(x).sum())
+
+    for _ in gradsync.sync_every(model, 1, torch.ones(0, 1, 2)):
+        pass
+    accumulating(steps=1)(lambda model, optimizer, x: model(x).sum())(model, optimizer, torch.ones(1, 2))
+    handles = [register_optimizer_step_pre_hook(hook) for hook in (meanwhile, lambda *_: None)]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the window that was left open
+            elsewhere.step()
+    finally:
+        for handle in handles:
+            handle.remove()

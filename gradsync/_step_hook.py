@@ -1,0 +1,38 @@
+"""Who is asked before an optimizer steps.
+
+torch's own table of such hooks must not change while an optimizer steps: not in another thread, and not because the
+garbage collector comes by and removes a hook. So there is one hook in it, for good, and it asks from a table of ours.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradsync._registry import STEP_HOOK, STEP_WATCHERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def watch_steps(watcher: Callable[[Any], None]) -> None:
+    """Have `watcher(optimizer)` called before each step of any optimizer, as long as somebody holds the watcher."""
+    if not STEP_HOOK:
+        STEP_HOOK.append(register_optimizer_step_pre_hook(_ask))
+    STEP_WATCHERS[id(watcher)] = weakref.ref(watcher)
+
+
+def unwatch_steps(watcher: Callable[[Any], None]) -> None:
+    """Call it no longer."""
+    STEP_WATCHERS.pop(id(watcher), None)
+
+
+def _ask(optimizer: Any, *_: object) -> None:
+    for key, ref in STEP_WATCHERS.copy().items():  # they may come and go meanwhile
+        watcher = ref()
+        if watcher is not None:
+            watcher(optimizer)
+        elif STEP_WATCHERS.get(key) is ref:
+            STEP_WATCHERS.pop(key, None)
