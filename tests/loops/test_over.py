@@ -249,6 +249,9 @@ def left(engine: str, how: str, at: int):
             if i == at and how == "return":
                 return
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()  # functions of other cases that left a window open speak now
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
