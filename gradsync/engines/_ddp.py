@@ -113,14 +113,12 @@ class DDPEngine(Engine):
         state = vars(self._ddp)
         found = (state["require_backward_grad_sync"], state["require_forward_param_sync"], state.get("forward"))
         state["require_backward_grad_sync"] = state["require_forward_param_sync"] = False
-        state["_gradsync_held"] = True
         if self._shortcut is not None and not self.is_compiled and not state["_join_config"].enable:
             state["forward"] = self._shortcut
         return found
 
     def restore(self, found: tuple[bool, bool, Any]) -> None:
         state = vars(self._ddp)
-        self._note_used()
         state["require_backward_grad_sync"], state["require_forward_param_sync"], forward = found
         if forward is not None:
             state["forward"] = forward
@@ -131,7 +129,7 @@ class DDPEngine(Engine):
 
     def arm(self, loss: torch.Tensor | None) -> None:
         ddp = self._ddp
-        self._define_stale()
+        self._note_used()
         vars(ddp)["require_backward_grad_sync"] = True  # compiled DDP's python_reducer reads it in backward
         ddp.reducer.prepare_for_forward()
         ddp.reducer.prepare_for_backward(self._outputs(loss))
@@ -179,17 +177,13 @@ class DDPEngine(Engine):
         self._complete(missing)
 
     def reduce(self) -> None:
-        self._define_stale()
+        self._note_used()
         reducer, nothing = self._ddp.reducer, self._touch(self._reduced)
         reducer.prepare_for_forward()
         reducer.prepare_for_backward(self._outputs(nothing))
         with silent(self._reduced):
             nothing.backward()
         self._rebuild_buckets()
-
-    def discard(self) -> None:
-        self._note_used()
-        super().discard()
 
     # -- the reducer ----------------------------------------------------------------------------------------------
 
@@ -224,21 +218,18 @@ class DDPEngine(Engine):
         return not self._searched
 
     def _note_used(self) -> None:
-        """Take note of what held backwards have used so far, where somebody may drop it."""
-        state = vars(self._ddp)
-        if self._ddp.find_unused_parameters and state.get("_gradsync_held"):
-            state.setdefault("_gradsync_used", set()).update(id(p) for p in self._reduced if p.grad is not None)
+        """Tell a reducer that looks for unused parameters which ones this window has used.
 
-    def _define_stale(self) -> None:
-        """Zeros for the parameters whose gradients somebody has dropped since held backwards made them.
-
-        A reducer that looks for unused parameters remembers which ones backwards have used, until it next reduces, and
-        then takes no undefined gradient for these. It does not tell which.
+        It takes note of that in each backward that comes by: also in one of another model that shares parameters, or
+        whose gradients somebody has dropped. It then takes no undefined gradient for these, and does not tell which.
         """
-        used = vars(self._ddp).pop("_gradsync_used", ())
-        for parameter in self._reduced if used else ():
-            if parameter.grad is None and id(parameter) in used:
-                parameter.grad = torch.zeros_like(parameter)
+        if not self._ddp.find_unused_parameters or self._ddp._use_python_reducer:
+            return
+        self._ddp.reducer._reset_state()
+        used = [parameter for parameter in self._reduced if parameter.grad is not None]
+        if used:
+            with silent(used):
+                self._touch(used).backward()
 
     @property
     def _reducer(self) -> Any:
@@ -287,8 +278,6 @@ class DDPEngine(Engine):
     def _rebuild_buckets(self) -> None:
         """Order the buckets after the first reduction, as DDP does in its next forward: other ranks may run none."""
         state = vars(self._ddp)
-        state["_gradsync_held"] = False
-        state.pop("_gradsync_used", None)
         if "_gradsync_keeps_buckets" in state:
             self._ddp.reducer._reset_state()
         elif self._ddp.reducer._rebuild_buckets():
@@ -327,7 +316,6 @@ class DDPEngine(Engine):
         ddp.reducer._remove_autograd_hooks()
         WIRES.pop(ddp, None)
         vars(ddp).pop("_gradsync_keeps_buckets", None)
-        vars(ddp).pop("_gradsync_used", None)
         ddp._has_rebuilt_buckets = False
         if any(map(is_resized, self._reduced)):
             self.forget_reducer()

@@ -109,6 +109,9 @@ class StaticEngine(DDPEngine):
     def _searched(self) -> bool:
         return True
 
+    def _note_used(self) -> None:
+        """The graph is known: what the first window has used is used in all."""
+
     def _outputs(self, loss: torch.Tensor | None) -> list[torch.Tensor]:  # noqa: ARG002 - the graph is known
         return []
 

@@ -78,6 +78,32 @@ def test_gradients_that_the_user_drops(ranks, size):
     ranks(size).run(dropped_by_a_backward)
 
 
+def backwards_of_the_users_own() -> None:
+    """The search takes note of backwards outside of all windows, too; what only these used stays None."""
+    ranks, rank = range(dist.get_world_size()), dist.get_rank()
+    home, optimizer = searched()
+    step = accumulating(steps=1)(mean_step)
+    lengths = [3 - r for r in ranks]
+    for i in step.over(range(lengths[rank])):
+        for parameter in home.parameters():
+            parameter.sum().backward()  # the reducer is not armed: its hooks take note, and no more
+        optimizer.zero_grad()
+        step(home, optimizer, micro_batch(rank, i))
+    windows = [[(r, i) for r in ranks if i < lengths[r]] for i in range(max(lengths))]
+    expected, _ = train(small_model(unused=True), windows, window_mean)
+    assert any(gradient is None for gradient in expected[0])
+    assert_equal_updates(optimizer.seen, expected)
+
+
+def mean_step(home, optimizer, x):
+    return mean_loss(home, x)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_backwards_of_the_users_own_between_windows(ranks, size):
+    ranks(size).run(backwards_of_the_users_own)
+
+
 def unused_in_ddp() -> str:
     """What DDP itself would only report at the next forward."""
     model = small_model(unused=True)

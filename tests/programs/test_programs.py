@@ -44,3 +44,15 @@ def test_a_layer_is_frozen_beside_a_new_one_that_the_users_ddp_has_not(ranks, tm
         ],
     }  # fmt: skip
     exact_or_error(ranks(2).run(tell, story, str(tmp_path / "store")), only="exact")
+
+
+@pytest.mark.parametrize("how", ["accumulating", "sync_every"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_ddps_that_look_for_unused_parameters_share_layers(ranks, tmp_path, how, size):
+    """Each one's reducer takes note of the other one's synchronisations, and a rank that has run out has no gradients."""
+    loop = {"do": "loop", "sized": False, "poison": None, "seed": 1, "lengths": [7, 3, 5][:size]}
+    story = {
+        "number": 1341, "ranks": size, "wrap": "find_unused", "how": how, "steps": 2, "counts": "int64", "scaler": False,
+        "hooks": True, "two": False, "ops": [loop, {"do": "joined_by_one_that_shares", "rewrap": False}, loop],
+    }  # fmt: skip
+    exact_or_error(ranks(size).run(tell, story, str(tmp_path / "store")), only="exact")
