@@ -214,10 +214,11 @@ class Life(Run):
             places = [(r, i) for r, length in enumerate(lengths) for i in range(start, min(start + self.steps, length))]
             data = [self._data(op, *place) for place in places]
             over = len(data) if self.story["counts"] is None else sum(count for _, count, _ in data)
+            losses = [self._loss(self.models, x, False) for x, _, _ in data]  # which says whether the model can still run
             if not over or any(poisoned for *_, poisoned in data):
                 continue
-            for x, _, _ in data:
-                (self._loss(self.models, x, False) / over).backward()
+            for loss in losses:
+                (loss / over).backward()
             self._update()
             self._clear()
 
