@@ -138,11 +138,12 @@ def _warm_up(window: Window, visit_seconds: float, device: torch.device) -> Lane
 def visit(lane: Lane, device: torch.device, interface: str | None) -> Visit:
     """Time a lane's repetitions, on all ranks together.
 
-    Where gradients travel past the end of a window, those of a window before the clock starts land under it, and
-    those of the last one after it stops: as many land as leave. Nothing is under way when the next lane's turn comes.
+    Where gradients travel past the end of a window, two windows run before the clock starts: it then starts and stops
+    right behind a landing, with another window's gradients on the link, as in a long training. As many land as leave.
+    Nothing is under way when the next lane's turn comes.
     """
     _slowest([0.0], device)  # as a barrier: ranks start together
-    if lane.window.settle is not None:
+    for _ in range(0 if lane.window.settle is None else 2):
         lane.window.run()
     before = num_bytes_sent(interface) if interface else 0
     began = time.perf_counter()
