@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradsync import _registry
 from gradsync._errors import GradSyncError
@@ -15,8 +16,6 @@ from gradsync.ranks.group import is_alive, ranks_of, several_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch.nn.parallel import DistributedDataParallel
 
     from gradsync.engines._protocol import Engine
 
@@ -92,8 +91,11 @@ def uncovered(models: Iterable[nn.Module], engines: Iterable[Engine]) -> list[st
 
 def rest(models: Iterable[nn.Module]) -> None:
     """Make `model.parameters()` those of the optimizers, if a forward has left other tensors in their place."""
-    for engine in find(models):
-        engine.rest()
+    models = list(models)
+    kinds = {type(module) for model in models for module in model.modules()} - {DistributedDataParallel}
+    if any(map(is_engine, kinds)):  # DDP leaves none
+        for engine in find(models):
+            engine.rest()
 
 
 def behind(module: nn.Module) -> DistributedDataParallel | None:

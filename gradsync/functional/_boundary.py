@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradsync.functional._backward import Order
@@ -87,7 +86,7 @@ class Boundary:
             return closing
         failures = team.line.send([float(window.failed)])
         if self._crossing.closes_before:
-            return replace(closing, failures=failures)
+            return closing._replace(failures=failures)
         return closing.without() if any(row[0] for row in failures.rows()) else closing
 
     def complete_failed(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gradsync._errors import GradSyncError
@@ -124,7 +123,7 @@ def alike(window: Window) -> list[Share]:
     """The shares of all ranks where each brings the same as this rank."""
     share = window.share()
     if window.kind == SUMS:
-        share = replace(share, count=float(share.count))  # a count on a device is waited for once
+        share = share._replace(count=float(share.count))  # a count on a device is waited for once
     return [share] * window.team.num_ranks
 
 

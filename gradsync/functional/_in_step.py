@@ -13,7 +13,6 @@ the ranks ask once more, and wait.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradsync.functional._place import Part, Place
@@ -91,7 +90,7 @@ class InStep:
         if run.window is None and alone and any(share.left for share in talk.shares):
             stand_in(run, Part.REPEATS)  # opens the window, which plans it
         if run.window is not None and self._planned is not None:
-            return Turn(run, replace(stand_in(run, _part(run)), last=run.index + 1 >= self._planned))
+            return Turn(run, stand_in(run, _part(run))._replace(last=run.index + 1 >= self._planned))
         shares = self._said_ahead(run)
         comes = any(share.closing != NOBODY for share in shares)
         if not _is_enough(shares, closes=_closes(run, _size(run, shares, stand_in)) if comes else None):
@@ -103,12 +102,12 @@ class InStep:
                     other.discard()  # opened for a window that did not come
             return None
         if all(share.closing == NOBODY for share in shares):
-            return Turn(called, replace(stand_in(called, Part.MISSES), last=True))
+            return Turn(called, stand_in(called, Part.MISSES)._replace(last=True))
         size = _size(called, shares, stand_in)
         self._ask_ahead(called, shares)
         place = stand_in(called, _part(called))
         nobody_left = not any(share.left for share in shares) and called.terms.tail != "carry"
-        return Turn(called, replace(place, last=place.index + 1 >= size or nobody_left))
+        return Turn(called, place._replace(last=place.index + 1 >= size or nobody_left))
 
     def _foresees(self, run: Run) -> bool:
         return self._data.foresees(run) and len(self._talk.known) <= 1

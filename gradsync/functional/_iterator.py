@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import LossSum
-from gradsync.engines import rest
 from gradsync.functional._backward import NO_RANGE
 from gradsync.functional._gradients import normalise
 from gradsync.functional._in_parts import PartedBackward
@@ -113,7 +112,6 @@ def sync_every(
 
 
 def _endless(run: Run, models: Sequence[nn.Module]) -> Iterator[MicroStep]:
-    rest(models)
     who, turn = Who(models), _Turn(run)
     try:
         while True:
@@ -131,7 +129,6 @@ def _endless(run: Run, models: Sequence[nn.Module]) -> Iterator[MicroStep]:
 
 
 def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Iterator[tuple[MicroStep, T]]:
-    rest(models)
     who, turn = Who(models), _Turn(run)
     run.who = who
     loop = Loop("sync_every", length(iterable), lambda: [run])
@@ -187,13 +184,13 @@ class _Turn:
         self._hooks = self._watch_gradients(place)
         self._hold = self._run.holding(place)
         self._hold.__enter__()
-        self._steps.is_on = not place.last
+        self._steps.place, self._steps.is_normalised = place, False
         return step
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._steps.is_on = False
+        self._steps.place = None
         try:
             for hook in (*self._hooks, self._plain):
                 if hook is not None:
@@ -287,6 +284,7 @@ class _Turn:
             team.drop_gradients()
         else:
             normalise(team.parameters, closing.factor)
+            self._steps.is_normalised = closing.factor != 1.0
 
     def _watch_gradients(self, place: Place) -> Sequence[Any]:
         """The hooks of a turn: for a replay, which weighs nothing, and for a backward of the user's own."""

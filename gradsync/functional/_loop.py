@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,12 +43,16 @@ class Loop:
         self.kept: dict[Run, Any] = {}  # keeps what a replay needs alive until the loop ends
         self._talk = Talk(name, runs)
         self._in_step = InStep(self.data, self._talk)
+        self._lanes: dict[Run, _Lane] = {}
         self._is_as_long = True  # whether all ranks are known to have as many items
         self._told_end: set[Run] = set()  # runs of which this rank has told the others that their last window closes
 
     def lane(self, run: Run) -> _Lane:
         """The exchange of one run in this loop."""
-        return _Lane(self, run)
+        lane = self._lanes.get(run)
+        if lane is None:
+            lane = self._lanes[run] = _Lane(self, run)
+        return lane
 
     @property
     def called(self) -> Sequence[Run]:
@@ -158,7 +161,7 @@ class Loop:
     def _close_alone(self) -> Iterator[Turn]:
         for run in self._talk.known:
             if run.window is not None and run.terms.tail != "carry":
-                yield Turn(run, replace(self._stand_in(run, Part.MISSES), last=True))
+                yield Turn(run, self._stand_in(run, Part.MISSES)._replace(last=True))
 
     def _next(self) -> Turn | None:
         """The next window that any rank closes, where no forward communicates."""
@@ -171,7 +174,7 @@ class Loop:
         closing = talk.closing([Share.of(row) for row in sent.rows()])
         if closing is None:
             return None
-        place = replace(self._stand_in(closing, Part.MISSES), last=True)
+        place = self._stand_in(closing, Part.MISSES)._replace(last=True)
         closing.heard(sent)
         return Turn(closing, place)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Part(Enum):
@@ -14,12 +14,11 @@ class Part(Enum):
     MISSES = "misses"  # nothing, but for the synchronisation
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """The place of a micro-batch in a window. `size` is the planned number of micro-batches; a tail ends sooner."""
 
     window: int
-    index: int
+    index: int  # type: ignore[assignment] # pyright: ignore[reportIncompatibleMethodOverride] # not the method of a tuple
     size: int
     last: bool
     part: Part = Part.RUNS

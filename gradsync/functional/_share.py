@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,15 +22,15 @@ IN_WORDS = {NOTHING: None, MEANS: "a mean", SUMS: "a LossSum", PLAIN: "a plain b
 NOBODY = -1.0  # in place of a key: no run
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """What one rank brings to one window: numbers only, sent as a row of a table."""
 
     num_micro_batches: float = 0.0  # that count in the mean
     num_calls: float = 0.0  # dropped ones included
     size: float = 0.0  # of the window as planned; 0 on a rank that has not opened it
     kind: float = NOTHING
-    count: float | torch.Tensor = 0.0  # the sum of the counts of its LossSums
+    # The sum of the counts of its LossSums. (The ignored errors are about the method of a tuple.)
+    count: float | torch.Tensor = 0.0  # type: ignore[assignment] # pyright: ignore[reportIncompatibleMethodOverride]
     loss: float | torch.Tensor | Sequence[torch.Tensor] = 0.0  # the sum of its losses, or those to be summed
     failed: float | torch.Tensor = 0.0  # 1 if a backward failed: all ranks drop the window
     closing: float = NOBODY  # the key of the run whose window it closes
@@ -41,7 +40,7 @@ class Share:
 
     def row(self) -> list[float | torch.Tensor]:
         """Its numbers, in order."""
-        return [_summed(self.loss) if name == "loss" else getattr(self, name) for name in _NAMES]
+        return list(self._replace(loss=_summed(self.loss)))  # type: ignore[arg-type]
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Share:
@@ -58,11 +57,7 @@ class Share:
         return 0 < self.size <= self.num_calls
 
 
-_NAMES = tuple(field.name for field in fields(Share))
-
-
-@dataclass(frozen=True)
-class Closing:
+class Closing(NamedTuple):
     """What came to a window that closes: the shares by rank, and the factor for the gradients.
 
     Multiplied by `factor`, the engines' average over the ranks is the mean over all micro-batches (or counts). It is
@@ -82,7 +77,7 @@ class Closing:
 
     def without(self) -> Closing:
         """The same, with nothing to average: a rank failed after the table."""
-        return replace(self, factor=None)
+        return self._replace(factor=None)
 
     @property
     def filled(self) -> bool:

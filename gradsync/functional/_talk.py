@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,7 +70,7 @@ class Talk:
         """The same, without waiting: `answers` reads it later."""
         team = self.team
         for group in team.twins:
-            share = replace(share, failed=share.failed + _twins_differ(group, share, team.parameters))
+            share = share._replace(failed=share.failed + _twins_differ(group, share, team.parameters))
         return self.send(share)
 
     def answers(self, sent: Sent) -> list[Share]:

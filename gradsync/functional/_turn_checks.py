@@ -1,4 +1,4 @@
-"""What would spoil windows of `sync_every` unseen: a step on a held micro-step, gradients of a loop that was left."""
+"""What would spoil windows of `sync_every` unseen: wrong steps of optimizers, gradients of a loop that was left."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 from gradsync._errors import GradSyncError
 from gradsync._frames import is_left_on_purpose
 from gradsync._step_hook import unwatch_steps, watch_steps
+from gradsync.functional._update import owned
 
 if TYPE_CHECKING:
     from types import FrameType
 
+    from gradsync.functional._place import Place
     from gradsync.functional._run import Run
     from gradsync.functional._team import Team
 
@@ -55,10 +57,11 @@ def insist_on_none_inside(team: Team) -> None:
 
 
 class StepWatch:
-    """Makes a step of an optimizer of these parameters an error while it is on: gradients are not synchronised yet."""
+    """Makes wrong steps of optimizers errors: steps on a held micro-step, and of gradients that are not exact."""
 
     def __init__(self, run: Run) -> None:
-        self.is_on = False
+        self.place: Place | None = None  # of the current turn
+        self.is_normalised = False  # whether the gradients of the models have been multiplied by a factor
         self._run = run
         watch_steps(self)
 
@@ -68,12 +71,22 @@ class StepWatch:
 
     def __call__(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
-        if not self.is_on:
+        if self.place is None:
             return
-        mine = self._run.fit().ids
-        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+        team, stepped = self._run.fit(), owned([optimizer])
+        if team.ids.isdisjoint(map(id, stepped)):
+            return
+        if not self.place.last:
             raise GradSyncError(
                 "An optimizer may step on the last micro-step of a window only, where the gradients are synchronised, "
                 "but optimizer.step() came on one that is held. Write: if step.last: optimizer.step(); "
                 "optimizer.zero_grad()."
+            )
+        left = [one for one in stepped if one.grad is not None and id(one) not in team.ids]
+        if left and (team.num_ranks > 1 or self.is_normalised):
+            raise GradSyncError(
+                f"An optimizer must step parameters of the models of sync_every only, which are synchronised and "
+                f"normalised together, but it steps {len(left)} others that have a gradient, of shape "
+                f"{', '.join(str(list(one.shape)) for one in left[:3])}. Pass all models: sync_every([model, other], "
+                "...). Put a parameter of no module into one: nn.ParameterList([parameter])."
             )

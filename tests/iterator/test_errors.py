@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 import gradsync
 from gradsync import GradSyncError
@@ -43,3 +46,52 @@ def test_a_boundary_without_a_backward(explicit):
 def test_what_is_no_module(call):
     with pytest.raises(TypeError, match="needs modules, but one argument is a |needs at least one module"):
         call()
+
+
+def step_of_a_temperature(lengths: list[int]) -> int:
+    """The optimizer steps a parameter that is in no model; how many updates were made, by then."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model, temperature = small_model(), nn.Parameter(torch.ones((), dtype=torch.float64))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+    updates = 0
+    try:
+        for step, i in gradsync.sync_every(model, 2, range(lengths[rank])):
+            step.backward(mean_loss(model, micro_batch(rank, i)) * temperature)
+            if step.last:
+                optimizer.step()
+                optimizer.zero_grad()
+                updates += 1
+    except GradSyncError as error:
+        assert "it steps 1 others that have a gradient, of shape []. Pass all models" in str(error)
+        return updates
+    return -1
+
+
+def test_a_step_of_what_is_not_in_the_models(ranks):
+    """Its gradient is this rank's own: an error on every rank. On one, only where it lacks a factor: in a tail."""
+    assert ranks(2).run(step_of_a_temperature, [4, 4]) == [0, 0]
+    assert ranks(2).run(step_of_a_temperature, [4, 2]) == [0, 0]
+    assert step_of_a_temperature([4]) == -1
+    assert step_of_a_temperature([5]) == 2
+
+
+def named_together() -> None:
+    rank = dist.get_rank()
+    model, temperature = small_model(), nn.ParameterList([nn.Parameter(torch.ones((), dtype=torch.float64))])
+    optimizer = torch.optim.SGD([*model.parameters(), *temperature], lr=0.1)
+    for step, i in gradsync.sync_every([model, temperature], 2, range(3 - rank)):
+        step.backward(mean_loss(model, micro_batch(rank, i)) * temperature[0])
+        if step.last:
+            optimizer.step()
+            optimizer.zero_grad()
+    twin, other = small_model(), nn.Parameter(torch.ones((), dtype=torch.float64))
+    optimizer = torch.optim.SGD([*twin.parameters(), other], lr=0.1)
+    for window in ([(0, 0), (0, 1), (1, 0), (1, 1)], [(0, 2)]):
+        (sum(mean_loss(twin, micro_batch(*place)) * other for place in window) / len(window)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close([*model.parameters(), *temperature], [*twin.parameters(), other])
+
+
+def test_what_the_error_says_to_do(ranks):
+    ranks(2).run(named_together)
