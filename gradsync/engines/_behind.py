@@ -37,7 +37,7 @@ class Rest(NamedTuple):
     roots: Sequence[nn.Module]  # modules that have them
     loose: Sequence[nn.Parameter]  # those in none of the modules
     covered: Collection[int]  # ids of parameters in the modules that other engines have
-    parameters: Sequence[nn.Parameter]  # all trainable ones that no engine covers
+    parameters: Sequence[nn.Parameter]  # the trainable ones of both
 
 
 class BehindEngine(DDPEngine):

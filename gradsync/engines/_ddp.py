@@ -8,8 +8,8 @@ the reducer.
 Private in torch (read in torch 2.13; `tests/engines/test_torch_ddp.py` fails when it changes): `ddp.reducer` with
 `prepare_for_forward`, `prepare_for_backward`, `_rebuild_buckets`, `_check_reducer_finalized`,
 `_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_reset_state`; and `_pre_forward`, `_post_forward` and
-attributes of DDP that are named below. `_privates.py` lists all. Static graphs are in `_ddp_static.py`, and groups of
-one rank in `_ddp_alone.py`.
+attributes of DDP that are named below. Static graphs are in `_ddp_static.py`, and groups of one rank in
+`_ddp_alone.py`.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class StaticEngine(DDPEngine):
                 "learns what the graph is, but gradients are to be synchronised that were all held back. Synchronise "
                 "in the backward of the first window, or leave static_graph out."
             )
-        used = self._reducer._get_local_used_map().tolist()  # in the first synchronisation, and so in all
+        used = self._reducer._get_local_used_map().tolist()  # noted in the first synchronisation, and true for all
         # A communication hook averages; without one the reducer divides before it sums.
         share = 1.0 if "comm_hook" in self._ddp._get_ddp_logging_data() else 1.0 / self.group.size()
         for bucket in self._reducer._get_zeros_like_grad_buckets():
