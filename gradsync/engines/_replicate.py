@@ -1,6 +1,6 @@
 """The composable `replicate`: a `DistributedDataParallel` of the module's parameters, behind hooks of the module.
 
-torch makes the DDP when the first forward begins, from the arguments of `replicate`, and reads `_no_sync` in each
+torch makes the DDP when the first forward begins, from the arguments of `replicate`, and reads its `_no_sync` in each
 forward.
 
 Private in torch (read in torch 2.13; `tests/engines/test_torch_sharded.py` fails when it changes): of

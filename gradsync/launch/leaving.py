@@ -3,7 +3,7 @@
 `destroy_process_group` on nccl may wait for kernels that the device has not finished. After an exception on one rank,
 these kernels wait for the other ranks, which wait for this rank: the process would hang before Python prints the error.
 So the traceback is printed at once, and the group is aborted, which waits for nothing (torch 2.13:
-`distributed_c10d._abort_process_group`). gloo has nothing pending on a device, and is always destroyed.
+`distributed_c10d._abort_process_group`). gloo has nothing pending on a device: its group is destroyed as usual.
 """
 
 from __future__ import annotations
