@@ -1,7 +1,7 @@
 """The audit: it watches any loop and changes none. Nothing else in the package imports it.
 
-`audit.py` is the context manager, `watch.py` the bookkeeping, `backward.py` knows where a backward begins and ends,
-`engines.py` reads from each engine what it has synchronised, `report.py` says it in words.
+`audit.py` is the context manager, `watch.py` keeps the books, `backward.py` knows when a backward begins and ends,
+`engines.py` reads what each engine has synchronised, and `report.py` tells it in numbers and sentences.
 """
 
 from gradsync._audit.audit import audit

@@ -51,7 +51,7 @@ def audit(model: nn.Module | Iterable[nn.Module], optimizer: Optimizer | Iterabl
 
 
 class AuditContext:
-    """What `audit` returns: to be entered with `with`, where it gives the `AuditReport`."""
+    """What `audit` returns: a context manager that gives the `AuditReport`."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._models, self._optimizers = models, optimizers

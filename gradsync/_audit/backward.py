@@ -1,4 +1,4 @@
-"""Where a backward begins and where it ends, seen from the gradient hooks that run in it."""
+"""Finds out when a backward begins and ends, from the gradient hooks that run in it."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class Clock:
 class Backward:
     """The backward that is running, and when the last one ran.
 
-    A hook calls `enter(parameter)` whenever `task` is not autograd's current one; `opened` is then called if that is a
-    new backward. Reentrant checkpoints run a graph of their own inside the backward that they belong to, once for each
-    segment; all of it is one backward.
+    A hook calls `enter(parameter)` whenever `task` is not autograd's current graph; if a new backward has begun,
+    `opened` is called. A reentrant checkpoint runs a graph for each segment, inside the backward that it belongs to:
+    all of these are one backward.
     """
 
     def __init__(self, clock: Clock, opened: Callable[[Any], None], reached: Collection[Any]) -> None:
         self._clock, self._opened = clock, opened
         self._reached = reached
-        # The graph that hooks are known to run in, the one whose end is the backward's, and the newest of all.
+        # The graph that hooks are known to run in, the graph whose end is the backward's end, and the newest graph.
         self.task: int = -2
         self._outer: int | None = None
         self._newest = -1
@@ -69,9 +69,9 @@ class Backward:
         if self._outer is not None and (nested or task == self._outer):
             self.task, self._newest = task, max(task, self._newest)
             return
-        # A segment whose graph has ended may be followed by the graph that contains it, whose number is lower, or by
-        # another segment's: the next number, or a later one where segments without parameters came between. Then it
-        # is another backward only if it comes to where the last one has been.
+        # It is the same backward if a segment's graph has ended and the graph that contains it goes on, which has a
+        # lower number, or the graph of the next segment. That has the next number, or a higher one if segments without
+        # parameters came between: then it is another backward only if it reaches a parameter for the second time.
         same = task < self._newest or (nested and (task == self._newest + 1 or self._is_new(parameter)))
         if not same:
             self._opened(parameter)
@@ -82,7 +82,7 @@ class Backward:
         _queue_callback(self._on_computed)
 
     def leave(self) -> None:
-        """Forget a backward that was broken off: called where none can be running."""
+        """Forget a backward that an exception has ended, unless a backward is running."""
         if current_task() == -1:
             self.task, self._outer = -2, None
 
@@ -91,7 +91,7 @@ class Backward:
 
     def _on_computed(self) -> None:
         self.computed = self._clock.now()
-        # Queued during the callbacks, this runs after the one with which the engine ends its reduction.
+        # Queued while callbacks run, it runs after the callback in which the engine ends its reduction.
         _queue_callback(self._on_ended)
 
     def _on_ended(self) -> None:

@@ -1,4 +1,4 @@
-"""What an audit counts: plain numbers, nothing of torch in them but moments."""
+"""What an audit counts: plain numbers, and moments, which may be torch's events."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Literal
 Wasted = Literal["not held", "forward not held", "not held, sharded", "left by another optimizer's backward"]
 Missed = Literal["no engine", "held", "too early", "flag after forward", "bypassed", "held, sharded"]
 
-# Enough for a steady median; a longer loop keeps its last ones.
+# Enough for a steady median; of a longer loop, the last are kept.
 _KEPT = 512
 
 
 @dataclass(eq=False)
 class Stretch:
-    """One backward's moments: from the first gradient to the end, and where the wait for the reduction began."""
+    """The moments of one backward: its first gradient, the end of computing, and the end of the reduction."""
 
     engines: frozenset[int]
     began: Any

@@ -1,19 +1,18 @@
 """What each engine can be asked: whether it has synchronised since the last time, and what is not synchronised now.
 
-All that the audit needs of torch's privates for this is in this file, and, where versions of torch differ, in
+All that this needs of torch's privates is in this file, and, where versions of torch differ, in
 `gradsync/engines/_torch.py`; `tests/audit/test_audit.py` fails when it changes:
 
-- DDP's reducer: `get_backward_stats()` is the time at which each parameter was last marked ready, in nanoseconds. The
-  reducer marks them in a synchronising backward only, whoever armed it, whatever communication hook it runs, and in
-  nothing else: no broadcast, bucket rebuild, loss that is all-reduced, or SyncBatchNorm moves it. Two synchronisations
-  could only be taken for one if each parameter's time since the forward were the same to the nanosecond.
-  `_check_reducer_finalized()` raises while a reduction is under way, as between the two backwards of a loss in two
-  parts. A static graph's very first synchronisation has a path of its own that leaves no times, but it replaces the
-  map of used parameters, `_get_local_used_map()`. What gradsync reduces bucket by bucket, past the reducer's hooks, it
-  counts itself, in an attribute of the DDP.
-- FSDP2: a sharded parameter's post-accumulate-grad hooks run when it is reduced, and only then. Each state's
-  `_pre_backward` is the first thing that a backward does there, held or not. Held gradients lie at `_unsharded_param`,
-  `unsharded_accumulated_grad` and `_partial_reduce_output`.
+- DDP's reducer: `get_backward_stats()` gives the time at which each parameter was last marked ready, in nanoseconds.
+  Only a synchronising backward marks them, whoever armed it and whatever communication hook runs; a broadcast, a bucket
+  rebuild, an all-reduced loss or SyncBatchNorm does not. Two synchronisations look like one only if every parameter's
+  time since the forward is the same to the nanosecond. `_check_reducer_finalized()` raises while a reduction is
+  under way, for instance between the two backwards of a loss in two parts. A static graph's very first synchronisation
+  leaves no times, but replaces the map of used parameters, `_get_local_used_map()`. Reductions that gradsync makes
+  bucket by bucket do not run the reducer's hooks: gradsync counts them in an attribute of the DDP.
+- FSDP2: a sharded parameter's post-accumulate-grad hooks run when it is reduced, and only then. A backward, held or
+  not, calls each state's `_pre_backward` first. Held gradients are at `_unsharded_param`, `unsharded_accumulated_grad`
+  and `_partial_reduce_output`.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.hooks import RemovableHandle
 
-# Written by gradsync's own engine, which imports nothing of the audit.
+# Attributes of a DDP that the rest of gradsync writes, which imports nothing of the audit.
 BY_HAND = "_gradsync_reductions"
-NUM_TRAVELLING = "_gradsync_travelling"  # windows whose gradients are on their way, beside held ones of the next
+NUM_TRAVELLING = "_gradsync_travelling"  # windows whose gradients travel, beside the held ones of the next
 
 
 class WatchedEngine:
@@ -47,7 +46,7 @@ class WatchedEngine:
         self.ids: frozenset[int] = frozenset()
         self.version = 0
         self.assign(parameters)
-        # Whether ranks that are not synchronised differ.
+        # Whether ranks differ if they do not synchronise: not if there is one rank.
         self.matters = True
         # Parameters that a backward reached since the engine last synchronised.
         self.local: set[int] = set()
@@ -63,7 +62,7 @@ class WatchedEngine:
 
     @property
     def first_is_due(self) -> bool:
-        """Whether the synchronisation that `poll` just told of is one that torch demands, wanted or not."""
+        """Whether torch demands the synchronisation that `poll` has just reported."""
         return False
 
     def switched_off(self) -> bool:
@@ -72,11 +71,11 @@ class WatchedEngine:
 
     @property
     def travels(self) -> bool:
-        """Whether what was synchronised last is on its way still, to a step that is to come (gradsync's `overlap`)."""
+        """Whether gradients still travel, for a step that is to come (gradsync's `overlap`)."""
         return False
 
     def unsynchronised(self, stepped: frozenset[int]) -> bool:
-        """Whether gradients of the parameters with these ids are this rank's own."""
+        """Whether any parameter with one of these ids has a gradient that is not synchronised."""
         return (
             self.matters
             and bool(self.local)
@@ -90,14 +89,14 @@ class WatchedEngine:
 
 
 class NoEngine(WatchedEngine):
-    """The parameters that no engine holds. With several ranks, nothing brings their gradients together."""
+    """The parameters that no engine holds. With several ranks, nothing synchronises their gradients."""
 
     def __init__(self) -> None:
         super().__init__(())
         self.matters = rank_and_ranks()[1] > 1
 
     def assign(self, parameters: Sequence[nn.Parameter]) -> None:
-        # A DTensor's placements say what its gradient is on each rank, as in tensor parallelism: not for us to judge.
+        # Not DTensors: their placements say what a gradient is on each rank, for instance in tensor parallelism.
         super().assign([p for p in parameters if not _is_dtensor(p)])
 
 
@@ -116,7 +115,7 @@ class WatchedDDP(WatchedEngine):
         self._times = self._reducer.get_backward_stats()
 
     def follow(self, ddp: DistributedDataParallel) -> None:
-        """Take the other DDP that gradsync made for the module, when parameters were unfrozen."""
+        """Watch `ddp` from now on: gradsync makes another DDP for the module when parameters are unfrozen."""
         if ddp is not self.ddp:
             self.ddp = ddp
             self._read_reducer()
@@ -146,7 +145,7 @@ class WatchedDDP(WatchedEngine):
 
     @property
     def first_is_due(self) -> bool:
-        # Held back in its first backward of all, a static graph never synchronises again (pytorch#143580).
+        # A static graph that is held in its very first backward never synchronises again (pytorch#143580).
         return self._first
 
     def switched_off(self) -> bool:
@@ -157,7 +156,7 @@ class WatchedDDP(WatchedEngine):
         return bool(self.ddp.__dict__.get(NUM_TRAVELLING, 0))
 
     def unsynchronised(self, stepped: frozenset[int]) -> bool:
-        # What steps is what has landed; held gradients are out of its way.
+        # The step uses gradients that have landed; held gradients are put aside meanwhile.
         return not self.travels and super().unsynchronised(stepped)
 
     def _read_reducer(self) -> None:
@@ -168,11 +167,11 @@ class WatchedDDP(WatchedEngine):
         self.matters = dist.get_world_size(self.ddp.process_group) > 1
         reduced = [p for p in self.ddp._module_parameters if p.requires_grad]
         if len(reduced) != len(self._times):
-            # Something was frozen or unfrozen since: the reducer still has what was trainable when it was made.
+            # Parameters were frozen or unfrozen: the reducer still has those that were trainable when it was made.
             buckets = self._reducer._get_zeros_like_grad_buckets()
             reduced = [p for bucket in buckets for p in bucket.parameters()]
         if self.behind is not None:
-            # gradsync's own DDP carries one parameter of its own beside the module's.
+            # gradsync's own DDP has a parameter beside the module's.
             own = set(map(id, self.behind.parameters()))
             reduced = [p for p in reduced if id(p) in own]
         self.assign(reduced)
@@ -180,7 +179,7 @@ class WatchedDDP(WatchedEngine):
 
 
 class WatchedFSDP2(WatchedEngine):
-    """All `fully_shard`ed modules of one model, HSDP and `replicate_with_fsdp` among them."""
+    """All `fully_shard`ed modules of one model, also with HSDP and `replicate_with_fsdp`."""
 
     kind = "fsdp2"
 
@@ -189,7 +188,7 @@ class WatchedFSDP2(WatchedEngine):
         self._groups = [group for state in states for group in groups_of(state)]
         members = [member for group in self._groups for member in group.fsdp_params]
         super().__init__([member.sharded_param for member in members])
-        # Between forward and backward a module may show these in their place.
+        # Between forward and backward, a module may have these in place of its sharded parameters.
         self.unsharded = {id(p) for member in members if (p := getattr(member, "_unsharded_param", None)) is not None}
         self._sizes = {id(member.sharded_param): _bytes_reduced(member) for member in members}
         self._bytes: int | None = None
@@ -197,7 +196,7 @@ class WatchedFSDP2(WatchedEngine):
         self._undo: list[Callable[[], None]] = []
 
     def hook(self, reached: Callable[[WatchedEngine], None]) -> None:
-        """Have `reached` called when a backward comes by."""
+        """Have `reached` called when a backward reaches the engine."""
         self._reached = reached
         self.hook_trainable()
         self._undo.extend(_wrap_pre_backward(state, lambda: reached(self)) for state in self._states)
@@ -210,7 +209,7 @@ class WatchedFSDP2(WatchedEngine):
             self._undo.extend(hook_gradient(p, self._on_reduced).remove for p in new)
 
     def unhook(self) -> None:
-        """Leave everything as it was found."""
+        """Remove all hooks."""
         for undo in self._undo:
             undo()
 
@@ -222,7 +221,7 @@ class WatchedFSDP2(WatchedEngine):
         return not any(group.reduce_grads and group.all_reduce_grads for group in self._groups)
 
     def unsynchronised(self, stepped: frozenset[int]) -> bool:
-        # A step would leave these out: held gradients are not at the parameters that it sees.
+        # A step leaves held gradients out: they are not at the parameters that it sees.
         return any(
             any(id(member.sharded_param) in stepped for member in group.fsdp_params) and _holds(group)
             for group in self._groups
@@ -269,7 +268,7 @@ def _holds(group: Any) -> bool:
 
 
 def _wrap_pre_backward(state: Any, reached: Callable[[], None]) -> Callable[[], None]:
-    """Have `reached` called as a backward comes to this state; returns what undoes it."""
+    """Have `reached` called when a backward reaches this state; return the function that undoes this."""
     before = state.__dict__.get("_pre_backward")
     original = state._pre_backward
 
@@ -282,7 +281,7 @@ def _wrap_pre_backward(state: Any, reached: Callable[[], None]) -> Callable[[], 
 
     def restore() -> None:
         if state.__dict__.get("_pre_backward") is not pre_backward:
-            return  # a later audit's is on top; ours stays below it, and finds nobody to call
+            return  # a later audit's wrapper calls this one, which stays and has no effect
         if before is None:
             del state._pre_backward
         else:

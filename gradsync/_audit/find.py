@@ -1,4 +1,4 @@
-"""Which engines are in a model: found by walking its modules, through compiled and other wrappers."""
+"""Finds the engines in a model by walking its modules, through compiled and other wrappers."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class AuditReport:
 
     @property
     def backwards(self) -> int:
-        """Backwards that reached the audited models; one with which gradsync reduces what is held may be among them."""
+        """Backwards that reached the audited models, also those that gradsync runs to reduce what is held."""
         return self._now().backwards
 
     @property
@@ -107,7 +107,7 @@ class AuditReport:
 
     @property
     def discarded(self) -> int:
-        """Synchronisations whose gradients were cleared without a step, as a GradScaler does when it skips."""
+        """Synchronisations whose gradients were cleared without a step, for instance when a GradScaler skips it."""
         return self._now().discarded
 
     @property
@@ -119,8 +119,8 @@ class AuditReport:
     def seconds_wasted(self) -> float | None:
         """An estimate of the time that the wasted synchronisations cost; None if it is not measurable.
 
-        Where the loop has both, it is the difference between the medians of synchronising and held backwards.
-        Otherwise it is how long backwards waited for the reduction after their own work was done, which is less.
+        If the loop has synchronising and held backwards, it is the difference between their medians. Otherwise it is
+        how long backwards waited for the reduction after their own work was done, which is less.
         """
         return self._estimate()[0]
 
@@ -191,7 +191,7 @@ class AuditReport:
 
 
 def _cost(times: Times) -> tuple[float, bool]:
-    """Return what a synchronising backward takes more than a held one, and whether that is a lower bound."""
+    """Return the seconds that a synchronisation adds to a backward, and whether they are a lower bound."""
     if times.held:
         with_sync = median(Clock.seconds(one.began, one.ended) for one in times.synchronised)
         without = median(Clock.seconds(one.began, one.ended) for one in times.held)

@@ -1,8 +1,8 @@
 """The bookkeeping: backwards, synchronisations and steps, in the order in which they come.
 
-Nothing is decided inside a backward. A hook at each parameter notes that a backward reached it; the engines are asked
-what they have synchronised when the next thing happens: a backward begins, an optimizer steps, the report is read.
-So it does not matter how a synchronisation comes about, nor whether it ends with the backward that began it.
+Nothing is decided inside a backward: a hook at each parameter only notes that a backward has reached it. The engines
+are asked what they have synchronised when the next backward begins, an optimizer steps, or the report is read. So it
+does not matter what started a synchronisation, nor whether it ends with the backward that began it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class _Account:
 
     def __init__(self, number: int, engine: WatchedEngine) -> None:
         self.number, self.engine = number, engine
-        # The synchronisation that no step has used yet: why it would be a waste, and the backward that it was in.
+        # The synchronisation that no step has used yet: why it would be wasted, and the backward that made it.
         self.pending: tuple[Wasted, Stretch | None] | None = None
         self.pending_is_strange = False
         self.was_switched_off = False
 
 
 class Watch:
-    """Everything that an audit hangs into the models and optimizers, and takes out again."""
+    """The hooks of one audit at models and optimizers, and what they count."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self.counts = Counts(*rank_and_ranks())
@@ -63,14 +63,14 @@ class Watch:
         # What backwards have reached since the last settling.
         self._reached: list[torch.Tensor] = []
         self._reached_sharded: set[WatchedEngine] = set()
-        # There is one: the optimizer has it.
+        # There is a parameter: the optimizer has it.
         some = next(chain(self._parameters, *(engine.parameters for engine in self._sharded)))
         self._backward = Backward(Clock(some.device), self._on_backward, self._reached)
         self._untimed = False
         self._active = False
 
     def begin(self) -> None:
-        """Hang in the hooks."""
+        """Register the hooks."""
         self._active = True
         self._look_around()
         for engine in self._sharded:
@@ -78,7 +78,7 @@ class Watch:
         self._handles.extend(optimizer.register_step_pre_hook(self._on_step) for optimizer in self._optimizers)
 
     def end(self) -> None:
-        """Take everything out again."""
+        """Remove the hooks."""
         self._active = False
         for handle in self._handles:
             handle.remove()
@@ -86,7 +86,7 @@ class Watch:
             engine.unhook()
 
     def settle(self) -> None:
-        """Ask the engines what they have synchronised since the last time, and write it down."""
+        """Ask the engines what they have synchronised since the last time, and count it."""
         self._backward.leave()
         synchronised: list[tuple[_Account, int]] = []
         reached: set[int] = set()
@@ -154,14 +154,14 @@ class Watch:
         if account.pending is not None and not account.engine.travels:
             self._note_waste(*account.pending)
         account.pending, account.pending_is_strange = None, False
-        # One whose parameters nobody in this audit steps could be used by a step that is not seen.
+        # If no optimizer of this audit has the engine's parameters, a step that is not seen may use its gradients.
         judged = any(not account.engine.ids.isdisjoint(self._ids(optimizer)) for optimizer in self._optimizers)
         if judged and not account.engine.first_is_due:
             account.pending = (_why_wasted(account), stretch)
         account.engine.local.clear()
 
     def _note_cleared(self, account: _Account, stretch: Stretch | None) -> None:
-        """Note that what the last synchronisation left was cleared, and no step has used it."""
+        """Note that the gradients of the last synchronisation were cleared before a step used them."""
         if account.pending_is_strange:
             self._note_waste("left by another optimizer's backward", stretch)
         else:
@@ -187,7 +187,7 @@ class Watch:
     # -- what there is --------------------------------------------------------------------------------------------
 
     def _look_around(self) -> None:
-        """Notice what the loop has made or unfrozen since: gradsync makes its DDP at its first call, for example."""
+        """Find engines that the loop has made (gradsync makes its DDP in the first call) and what it has unfrozen."""
         for engine in self._ddps:
             if engine.behind is not None and (ddp := behind(engine.behind)) is not None:
                 engine.follow(ddp)
@@ -202,7 +202,7 @@ class Watch:
             self._leave_rest()
 
     def _leave_rest(self) -> None:
-        """Leave to no engine what none of the others has."""
+        """Give `NoEngine` the parameters that no engine has."""
         held = {one for account in self._accounts if account.engine is not self._none for one in account.engine.ids}
         self._none.assign([p for p in self._parameters if id(p) not in held])
 

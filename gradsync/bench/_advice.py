@@ -1,11 +1,11 @@
 """The arithmetic of a window: what it costs, what it cannot cost less than, and how long it should be.
 
-A micro-batch costs `c`. A window of N of them costs `s` once: the synchronisation, and what else a window does once,
-such as the optimizer's step. So its seconds are N c + s, and those of a micro-batch in it
+A micro-batch costs `c` seconds. A window costs `s` seconds once: for the synchronisation, and for what else it does
+once, such as the optimizer's step. So a window of N micro-batches takes N c + s, and each micro-batch in it
 
     c + s / N.
 
-Synchronisation takes what a window costs beyond computing alone. Its share of the window falls as N grows.
+The cost of synchronisation is what a window takes beyond computing alone. Its share falls when N grows.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from math import ceil, floor, fsum
 from typing import NamedTuple
 
 TARGET = 0.10
-"""The share under which synchronisation is worth no more thought."""
+"""Below this share, synchronisation is not worth more work."""
 
 
 class Cost(NamedTuple):
@@ -28,9 +28,9 @@ class Cost(NamedTuple):
 
 
 def fit(seconds: Mapping[int, float]) -> Cost:
-    """Find the `c` and `s` nearest to the seconds a micro-batch that were measured at each window length.
+    """Fit `c` and `s` to the seconds per micro-batch that were measured at each window length.
 
-    Nearest by least squares of the relative errors: noise is a share of the time, and a short window's is longer.
+    Least squares of the relative errors, because noise is proportional to the time, which is longer in short windows.
     """
     if len(seconds) == 1:
         raise ValueError("c + s/N needs times at two window lengths at least; they came at one.")
@@ -43,27 +43,27 @@ def fit(seconds: Mapping[int, float]) -> Cost:
 
 
 def limit(*, compute: float, forward: float, link: float, steps: int) -> float:
-    """Tell the least that an exact window can take: it must compute, and send each gradient once and in full.
+    """Tell the least time that an exact window can take: it must compute, and send each gradient once and in full.
 
-    Gradients are final only in the window's last backward, so no more than that backward can hide the sending. In
-    seconds, `compute` is a window alone, `forward` one micro-batch's forward, `link` one synchronisation's bytes.
+    Gradients are final only in the window's last backward, so only that backward can hide the sending. All in seconds:
+    `compute` is a window without synchronisation, `forward` the forward of one micro-batch, `link` one synchronisation.
     """
     last_backward = max(0.0, compute / steps - forward)
     return compute - last_backward + max(last_backward, link)
 
 
 def num_link_bits(gradient_bytes: int, ranks: int) -> float:
-    """Count what each rank must send in an all_reduce: a ring's bits, which are the fewest there are."""
+    """Count the bits that each rank must send in an all_reduce: those of a ring, which sends the fewest."""
     return 8 * gradient_bytes * 2 * (ranks - 1) / ranks
 
 
 def share(sync: float, seconds: float) -> float:
-    """Tell which part of a window's seconds synchronisation takes; noise below zero is none."""
+    """Tell which share of a window's seconds synchronisation takes; 0 if noise makes it negative."""
     return max(0.0, sync) / seconds
 
 
 def enough(sync: float, micro_batch: float) -> int:
-    """Count the fewest micro-batches that bring the share under `TARGET`, if what each window and each cost stays."""
+    """Count the fewest micro-batches that bring the share under `TARGET`, if both costs stay as they are."""
     if micro_batch <= 0:
         raise ValueError(f"A micro-batch must cost some time; it came as {micro_batch:g} s.")
     steps = max(1, floor(sync * (1 / TARGET - 1) / micro_batch))

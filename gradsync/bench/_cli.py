@@ -52,7 +52,7 @@ def _measure(options: Options, places: Sequence[Place], progress: Progress) -> l
     if under_torchrun():
         measured = _rank.run(options, places[0], progress)
         return [] if measured is None else [measured]
-    # Rows of one table are for the same kind of device, and namespaces do not come between the GPUs of one machine.
+    # All rows of a table use the same kind of device, and namespaces do not separate the GPUs of one machine.
     gpus = not any(place.link for place in places) and torch.accelerator.device_count() >= places[0].ranks
     groups = []
     for place in places:
@@ -79,7 +79,7 @@ def _show(summary: Summary, json_file: str | None, picture: Path | None) -> None
 
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Let Ctrl-C, a kill or a closed terminal end this process like an exception; a second one changes nothing."""
+    """Let Ctrl-C, a kill or a closed terminal end this process like an exception; a second signal is ignored."""
     names = "SIGINT", "SIGTERM", "SIGHUP"
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
 

@@ -1,4 +1,4 @@
-"""What the bench ends with when it cannot measure."""
+"""The error with which the bench ends when it cannot measure."""
 
 
 class BenchError(Exception):

@@ -14,7 +14,7 @@ from gradsync.bench._errors import BenchError
 
 INTERFACE = "gradsync0"
 ADDRESSES = "10.77.0.1", "10.77.0.2"
-"""Every run may use the same ones: they exist inside its own namespaces only."""
+"""Every run can use the same addresses, because they exist only inside its own namespaces."""
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -23,7 +23,7 @@ class Host(NamedTuple):
     """One end of the link."""
 
     enter: tuple[str, ...]
-    """The words in front of a command that make it run there."""
+    """The words in front of a command that make it run on this host."""
     address: str
 
 
@@ -64,8 +64,8 @@ def two_hosts(link: str) -> Iterator[tuple[Host, Host]]:
             _ip("-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
             for interface in ("lo", INTERFACE):
                 _ip("-n", name, "link", "set", interface, "up")
-            # The bucket holds 4 ms of the rate. With less, a fast link does not reach its rate. With more, a slow link
-            # is fast after a pause, because it has saved up what it did not send.
+            # The token bucket holds 4 ms of the rate. With less, a fast link does not reach its rate. With more, a slow
+            # link is too fast after a pause, because it has saved tokens.
             burst = max(64 * 1024, int(bits / 8 * 0.004))
             shape = ("rate", f"{bits:.0f}bit", "burst", str(burst), "latency", "100ms")
             _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape)
@@ -74,8 +74,8 @@ def two_hosts(link: str) -> Iterator[tuple[Host, Host]]:
             Host(("ip", "netns", "exec", names[1]), ADDRESSES[1]),
         )
     finally:
-        for name in names:  # with its namespace goes an end of the link, and with that the other end
-            with suppress(BenchError):  # of one that was never made
+        for name in names:  # deleting a namespace deletes its end of the link, and so the link
+            with suppress(BenchError):  # it may never have been made
                 _ip("netns", "delete", name)
 
 
@@ -84,7 +84,7 @@ def _ip(*words: str) -> None:
 
 
 def _run(*command: str) -> None:
-    # In a session of its own, out of a second Ctrl-C's reach.
+    # In a session of its own, where a second Ctrl-C does not reach it.
     done = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)  # noqa: S603
     if done.returncode:
         raise BenchError(

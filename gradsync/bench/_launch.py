@@ -20,11 +20,11 @@ from gradsync.bench._records import Measured, Options, Place, dump_task, load_me
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 3.0
-"""How long the other ranks have to fail as well, once one has, and to end when told to."""
+"""How long other ranks may take to fail after the first, and how long ranks may take to end when told to."""
 
 LAST_LINES = 20
 MAX_TOLD = 4
-"""Of how many ranks that hang together an error tells where they stand."""
+"""The most ranks that an error describes, if several hang together."""
 
 
 class _Rank(NamedTuple):
@@ -39,7 +39,7 @@ class _Rank(NamedTuple):
         return self.log.read_text(errors="replace").splitlines()
 
     def stood_at(self) -> list[str]:
-        """Read what faulthandler's watchdog said at the limit; nothing where it was not reached."""
+        """Read what faulthandler's watchdog wrote at the limit; empty if the limit was not reached."""
         return list(dropwhile(lambda line: not line.startswith("Timeout ("), self.lines()))
 
     def last_words(self) -> str:
@@ -56,7 +56,7 @@ class _Rank(NamedTuple):
 def launch(
     options: Options, place: Place, hosts: Sequence[Host], say: Callable[[str], None], *, gpus: bool
 ) -> Measured:
-    """Run `place.ranks` ranks, evenly over the hosts (none: on loopback), and return what they measured."""
+    """Run `place.ranks` ranks, spread evenly over the hosts (none: on loopback), and return what they measured."""
     with tempfile.TemporaryDirectory(prefix="gradsync-bench-") as name:
         folder = Path(name)
         (folder / _rank.TASK).write_text(dump_task(options, place))
@@ -110,7 +110,7 @@ def _follow(ranks: list[_Rank], progress: Path, deadline: float, say: Callable[[
         if any(rank.failed() for rank in ranks):
             break
         if time.monotonic() > deadline:
-            # Ranks have a limit of their own, and say where they stand at it. These could not even do that.
+            # Ranks have a limit of their own, at which they write where they stand. These could not even do that.
             raise BenchError("The ranks did not end at their --limit, and were killed.")
         lines = progress.read_text().splitlines() if progress.exists() else []
         for line in lines[shown:]:
@@ -119,7 +119,8 @@ def _follow(ranks: list[_Rank], progress: Path, deadline: float, say: Callable[[
         time.sleep(POLL_SECONDS)
     if any(rank.failed() for rank in ranks):
         _wait(ranks, GRACE_SECONDS)
-        # One fails and the others fail of it: first the one that did not get to say why, then who spoke first.
+        # One rank fails, and the others fail because of it. Ranks that a signal has ended come first, because they
+        # could not say why; the others are in the order of their last output.
         failed = sorted(
             (rank for rank in ranks if rank.failed()),
             key=lambda rank: (rank.process.returncode > 0, rank.log.stat().st_mtime),

@@ -35,7 +35,7 @@ def improperly(task: Task) -> Window:
 
 
 def no_sync(task: Task) -> Window:
-    """Put `no_sync` around forward and backward: what every other column is compared with."""
+    """Put `no_sync` around forward and backward; all other ways are compared with this one."""
     model, optimizer, batches = on_ddp(task), task.workload.optimizer, iter(task.loader)
 
     def window() -> None:
@@ -89,7 +89,7 @@ def fabric(task: Task) -> Window:
 
 
 def compute(task: Task) -> Window:
-    """Use no engine: what the same window costs when nothing is ever sent."""
+    """Use no engine: the time of the same window when nothing is sent."""
     workload, batches = task.workload, iter(task.loader)
 
     def window() -> None:

@@ -1,4 +1,4 @@
-"""Times all ways side by side on this rank: round after round, each way in turn, so that drift meets them all alike."""
+"""Times all ways side by side on this rank: in each round, each way in turn, so that drift affects all alike."""
 
 import math
 import random
@@ -19,11 +19,11 @@ from gradsync.bench._task import Loader, Task, Window
 from gradsync.bench._ways import WAYS
 
 NUM_BATCHES = 4
-"""Micro-batches made in advance: making them is not what is measured."""
+"""Micro-batches that are made in advance, because making them is not measured."""
 
 MIN_ROUNDS = 3
 VISIT_SECONDS = 0.25
-"""A visit repeats short windows for about this long, if there is time: the jitter of its start then weighs little."""
+"""A visit repeats short windows for about this long, if there is time: the jitter of its start then matters little."""
 
 
 class Lane(NamedTuple):
@@ -34,14 +34,14 @@ class Lane(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """What one visit to a lane has cost, for each repetition."""
+    """What one visit to a lane has cost, per repetition."""
 
     seconds: float
     sent: float
 
 
 def measure(options: Options, place: Place, steps: int, device: torch.device, say: Callable[[str], None]) -> Sample:
-    """Build every way with windows of `steps`, warm up, and go round until the rounds or the seconds are used up."""
+    """Build every way with windows of `steps`, warm up, and run rounds until all are done or the time is used up."""
     tasks = {name: _task(options, steps, device) for name in options.ways}
     windows = {
         "compute": WAYS["compute"].build(tasks["compute"]),
@@ -83,7 +83,7 @@ def _rounds(
     for done in range(1, options.rounds + 1):
         shuffle.shuffle(order)
         mine = [number for name in order for number in visit(lanes[name], device, place.interface)]
-        # The slowest rank's times count. Its clock too, so that all ranks stop after the same round.
+        # The slowest rank's times count, and its clock, so that all ranks stop after the same round.
         *slowest, spent = _slowest([*mine, time.perf_counter() - began], device)
         for name, took, num_bytes in zip(order, slowest[::2], slowest[1::2], strict=True):
             visits[name].append(Visit(took, num_bytes))
@@ -94,12 +94,12 @@ def _rounds(
 
 
 def num_gradient_bytes(workload: Workload) -> int:
-    """Count what one synchronisation has to carry."""
+    """Count the bytes of gradients in one synchronisation."""
     return sum(p.numel() * p.element_size() for p in workload.model.parameters() if p.requires_grad)
 
 
 def num_bytes_sent(interface: str) -> int:
-    """Read what has left through this network interface so far; 0 where Linux doesn't count it."""
+    """Read how many bytes have left through this network interface so far; 0 if the system does not count them."""
     table = Path("/proc/self/net/dev")
     for line in table.read_text().splitlines() if table.exists() else ():
         name, _, counters = line.partition(":")
@@ -125,7 +125,7 @@ def _link(task: Task) -> Window:
 
 
 def _typical(window: Window, device: torch.device) -> float:
-    """Seconds of a window that nothing has warmed up; the same number on every rank."""
+    """The seconds of a window without a warm-up; the same number on every rank."""
     return median(_slowest([visit(Lane(window, 1), device, None).seconds], device)[0] for _ in range(4))
 
 
@@ -138,9 +138,9 @@ def _warm_up(window: Window, visit_seconds: float, device: torch.device) -> Lane
 def visit(lane: Lane, device: torch.device, interface: str | None) -> Visit:
     """Time a lane's repetitions, on all ranks together.
 
-    Where gradients travel past the end of a window, two windows run before the clock starts: it then starts and stops
-    right behind a landing, with another window's gradients on the link, as in a long training. As many land as leave.
-    Nothing is under way when the next lane's turn comes.
+    If gradients travel past the end of a window, two windows run before the clock starts. The clock then starts and
+    stops right after a landing, with another window's gradients on the link, like in a long training: as many windows
+    land as leave. Nothing travels when the next lane begins.
     """
     _slowest([0.0], device)  # as a barrier: ranks start together
     for _ in range(0 if lane.window.settle is None else 2):
@@ -150,7 +150,7 @@ def visit(lane: Lane, device: torch.device, interface: str | None) -> Visit:
     for _ in range(lane.repeats):
         lane.window.run()
     if device.type != "cpu":
-        # Only what the optimizer's step waited for: gradients that overlap travel on streams of their own.
+        # Not the whole device: gradients that overlap travel on streams of their own, and no step has waited for them.
         torch.accelerator.current_stream(device).synchronize()
     took = time.perf_counter() - began
     sent = num_bytes_sent(interface) - before if interface else 0

@@ -18,7 +18,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
     "gpt": {"batch": 4, "width": 256, "depth": 4, "heads": 4, "length": 64, "vocab": 8192},
     "bert": {"batch": 8, "width": 256, "depth": 4, "heads": 4, "length": 64, "vocab": 30522},
 }
-"""Each model's sizes and their defaults: small enough for a laptop's cores, large enough to be worth sending."""
+"""Each model's sizes and their defaults: small enough for a laptop, large enough for synchronisation to cost time."""
 
 
 class Workload(NamedTuple):
@@ -34,11 +34,11 @@ Untrained = tuple[nn.Module, Callable[[], Any], Callable[[Any, Any], Tensor]]
 """A workload that has no optimizer yet."""
 
 OPTIMIZERS: Mapping[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]] = {
-    # No state beside the weights: many ways are in memory together.
+    # It has no state beside the weights, and many ways are in memory together.
     "sgd": partial(torch.optim.SGD, lr=0.01),
     "adamw": partial(torch.optim.AdamW, lr=0.001),
 }
-"""The first is taken unless told."""
+"""The first is the default."""
 
 
 def build(options: Options, device: torch.device) -> Workload:
@@ -56,7 +56,7 @@ def check(model: str, factory: str | None, sizes: Mapping[str, int]) -> None:
         module, _, name = factory.partition(":")
         if not (module and name):
             raise BenchError(f"--factory needs module:function; it came as {factory!r}.")
-        # Found, not imported: a training script may count on being a rank.
+        # Not imported, because a training script may need to be a rank.
         if _spec(module) is None:
             raise BenchError(
                 f"--factory {factory}: there is no module {module}; it must be importable from the folder in which the "
@@ -160,7 +160,7 @@ _BUILDERS: Mapping[str, Callable[[torch.device, int, Mapping[str, int]], Untrain
 def _spec(module: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # of a package in front of it
+    except ModuleNotFoundError:  # the package that it is in does not exist
         return None
 
 

@@ -10,7 +10,7 @@ from gradsync.bench._remedies import REMEDIES
 from gradsync.bench._ways import ALWAYS, WAYS
 
 SWEEP = "baseline", "no_sync", "accumulating", "sync_every", *REMEDIES, "compute"
-"""What a sweep over window lengths measures unless told: its long windows are dear, and the peers are in the table."""
+"""The default ways of a sweep over window lengths: its long windows take time, and other libraries are in the table."""
 
 
 def under_torchrun() -> bool:
@@ -19,7 +19,7 @@ def under_torchrun() -> bool:
 
 
 def plan(given: argparse.Namespace) -> tuple[Options, list[Place]]:
-    """Decide what to measure in which places; a BenchError where the arguments do not go together."""
+    """Decide what to measure in which places; raise a BenchError if the arguments do not go together."""
     if given.factory and given.model:
         raise BenchError("--factory brings its own model, so --model has no meaning beside it; leave one of them out.")
     model = given.model or "mlp"

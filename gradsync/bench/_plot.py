@@ -32,11 +32,11 @@ COLOURS = {
     "compute": "#7f7f7f",
 }
 MARKERS = dict(zip(COLOURS, "sPoD^vX*<>ph", strict=True))
-"""Ways that cost the same lie on each other: colour alone would hide all but the last."""
+"""Ways that cost the same are drawn over each other; different markers keep all of them visible."""
 
 
 def check(path: Path) -> None:
-    """Find out before measuring whether a picture can be drawn and kept."""
+    """Find out before measuring whether a picture can be drawn and saved."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BenchError("--plot needs matplotlib, which is not installed here: `pip install 'gradsync[plot]'`.")
     if not path.parent.is_dir():
@@ -44,12 +44,12 @@ def check(path: Path) -> None:
 
 
 def plot(summary: Summary, path: Path) -> "Figure":
-    """Draw it, in whatever format the file's ending says."""
+    """Draw the summary, in the format of the file's ending."""
     from matplotlib.figure import Figure
 
     panels = _panels(summary)
     figure = Figure(figsize=(max(8.0, 6.5 * len(panels)), 5.2), layout="constrained")
-    # Panels side by side are compared: they share their axis where they show the same thing.
+    # Readers compare panels side by side, so these share their y axis if they show the same thing.
     same = not any(_sweeps_links(rows) for rows in panels)
     for axes, rows in zip(figure.subplots(1, len(panels), squeeze=False, sharey=same)[0], panels, strict=True):
         if len({row.steps for row in rows}) > 1:
@@ -70,7 +70,7 @@ def plot(summary: Summary, path: Path) -> "Figure":
 
 
 def _panels(summary: Summary) -> list[list[Row]]:
-    """Rows that belong on the same axes: a place's window lengths, else a place's links."""
+    """The rows of each panel: in a sweep the window lengths of a place and link, else the links of a place."""
     sweep = len({row.steps for row in summary.rows}) > 1
     panels: dict[str, list[Row]] = {}
     for row in summary.rows:

@@ -1,11 +1,11 @@
-"""What is going on, on standard error: one line that changes on a terminal, plain lines elsewhere."""
+"""Shows progress on standard error: one changing line on a terminal, plain lines elsewhere."""
 
 import sys
 import time
 from typing import TextIO
 
 QUIET_SECONDS = 5.0
-"""Plain lines are kept, so they come no faster than this."""
+"""Plain lines stay in a log, so they come no faster than this."""
 
 
 class Progress:

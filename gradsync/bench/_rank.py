@@ -1,4 +1,4 @@
-"""One rank: measures with the others; the first of them keeps the result. Also a program, which `_launch` starts."""
+"""One rank, which measures with the others; rank 0 gets the result. Also a program, which `_launch` starts."""
 
 import faulthandler
 import gc
@@ -14,12 +14,12 @@ from gradsync.bench._errors import BenchError
 from gradsync.bench._records import Measured, Options, Place, dump_measured, load_task
 
 TASK, PROGRESS, RESULT = "task.json", "progress", "result.json"
-"""The files through which a rank and the bench that started it talk."""
+"""The files through which a rank and the bench that started it communicate."""
 
 
 def run(options: Options, place: Place, say: Callable[[str], None]) -> Measured | None:
-    """Measure with the other ranks of this process's group; the first of them gets the result."""
-    # A rank that waits too long for another one says where it stands, and ends.
+    """Measure with the other ranks of this process's group; only rank 0 gets the result."""
+    # A rank that waits too long for another rank writes where it stands, and ends.
     faulthandler.dump_traceback_later(options.limit, exit=True)
     import torch
     import torch.distributed as dist
@@ -43,7 +43,7 @@ def run(options: Options, place: Place, say: Callable[[str], None]) -> Measured 
                     say(f"{place.name}{f', {place.link}' if place.link else ''}, windows of {steps}: {text}")
 
             samples.append(measure(possible, place, steps, group.device, report))
-            gc.collect()  # engines go now, on all ranks together, and not when their process group has already gone
+            gc.collect()  # engines must go now, on all ranks together, and before their process group
         workload = build(options, group.device)
         measured = Measured(
             place,
@@ -63,7 +63,7 @@ def run(options: Options, place: Place, say: Callable[[str], None]) -> Measured 
 def _main(folder: Path) -> None:
     threading.Thread(target=_end_with_the_bench, daemon=True).start()
     options, place = load_task((folder / TASK).read_text())
-    # The bench counts from when it wrote the task, and on a busy machine Python's imports have taken long since.
+    # The bench's limit begins when it writes the task, and on a busy machine Python's imports take long.
     late = time.time() - (folder / TASK).stat().st_mtime
     options = replace(options, limit=max(1.0, options.limit - late))
     with (folder / PROGRESS).open("a", buffering=1) as progress:
@@ -76,7 +76,7 @@ def _main(folder: Path) -> None:
 
 
 def _end_with_the_bench() -> None:
-    # Standard input is a pipe that closes with the process that started this one, however that one ended.
+    # Standard input is a pipe. It closes when the process that started this one ends, for whatever reason.
     os.read(0, 1)
     os._exit(1)
 

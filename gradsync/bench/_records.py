@@ -12,7 +12,7 @@ class Options:
     model: str
     factory: str | None
     optimizer: str | None
-    """None where the command line names none."""
+    """None if the command line names none."""
     sizes: dict[str, int]
     batch: int
     steps: tuple[int, ...]
@@ -33,7 +33,7 @@ class Place:
     link: str | None = None
     """The rate that the link between emulated hosts was given."""
     interface: str | None = None
-    """That link's end on a host: all its traffic is the bench's own, so that it can be counted."""
+    """The host's end of that link: only the bench uses it, so its bytes can be counted."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Sample:
 
     steps: int
     seconds: dict[str, list[float]]
-    """One time a round, that of the slowest rank. A way's name: one window. `forward`: one micro-batch's forward.
-    `link`: one all_reduce of as many bytes as there are gradients."""
+    """The slowest rank's time in each round. By a way's name: of one window. `forward`: of one micro-batch's forward.
+    `link`: of one all_reduce with as many bytes as the gradients have."""
     sent: dict[str, float]
-    """Bytes that left a host in one window, where they can be counted."""
+    """Bytes that left a host in one window, by way; empty if they cannot be counted."""
     apart: list[str]
-    """Ways that left the ranks with different parameters: they did not synchronise, and their times mean nothing."""
+    """Ways whose ranks ended with different parameters: they did not synchronise, so their times mean nothing."""
     overlap: dict[str, int] = field(default_factory=dict)
     """For each way that overlaps: how many micro-batches ran while gradients travelled."""
 
@@ -65,12 +65,12 @@ class Measured:
     optimizer: str
     """The name of its class."""
     missing: dict[str, str]
-    """Ways left out, and what some rank's machine lacks for them."""
+    """The ways that are left out, and what some rank's machine lacks for each."""
     samples: list[Sample]
 
 
 def dump_task(options: Options, place: Place) -> str:
-    """Write what a rank is told."""
+    """Write the task of a rank."""
     return json.dumps({"options": asdict(options), "place": asdict(place)})
 
 
@@ -83,7 +83,7 @@ def load_task(text: str) -> tuple[Options, Place]:
 
 
 def dump_measured(measured: Measured) -> str:
-    """Write what a rank answers."""
+    """Write the result of a rank."""
     return json.dumps(asdict(measured))
 
 

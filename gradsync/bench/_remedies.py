@@ -1,4 +1,4 @@
-"""What can be written against the time that synchronising takes: the decorator's keywords, and what each costs."""
+"""The decorator's keywords that make synchronisation take less time, and the price of each."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,16 +13,16 @@ class Remedy(NamedTuple):
     overlaps: bool
     """Whether `overlap` is among the keywords; its value depends on the link."""
     bytes_sent: float
-    """As a part of the gradients' own bytes."""
+    """As a share of the gradients' own bytes."""
     price: str
-    """What is no longer as it was, the end of a sentence; `{first}` stands for the micro-batches that overlap."""
+    """What changes in the training, as the end of a sentence; `{first}` stands for the micro-batches that overlap."""
 
     def keywords(self, overlap: int) -> dict[str, Any]:
-        """Give what a user passes to `accumulating` beside `steps`."""
+        """Return what a user passes to `accumulating` beside `steps`."""
         return {**({"overlap": overlap} if self.overlaps else {}), **self.fixed}
 
     def written(self, steps: int, overlap: int) -> str:
-        """Give the line that a user writes."""
+        """Return the line that a user writes."""
         given = {"steps": steps, **self.keywords(overlap)}
         values = (f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in given.items())
         return f"@gradsync.accumulating({', '.join(values)})"

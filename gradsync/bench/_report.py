@@ -1,4 +1,4 @@
-"""The findings as text: a table, how it stands with the limit, and what to do about it."""
+"""The findings as text: a table, a comparison with the limit, and advice."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +12,7 @@ from gradsync.bench._ways import WAYS
 
 
 def report(summary: Summary) -> str:
-    """All of it, for a terminal."""
+    """The whole summary, for a terminal."""
     sweep = len({row.steps for row in summary.rows}) > 1
     parts = [
         _heading(summary),
@@ -80,7 +80,7 @@ def _details(row: Row) -> str:
 
 
 def _below(row: Row) -> str:
-    """Tell what it means that exact ways are faster than they can be."""
+    """Explain why exact ways seem to be faster than the limit, if some do."""
     names = [WAYS[n].title for n, c in row.ways.items() if c.over_limit < 0 and n not in (*REMEDIES, "compute")]
     if not names:
         return ""

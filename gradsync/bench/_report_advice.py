@@ -6,11 +6,11 @@ from gradsync.bench._text import place, scale
 from gradsync.bench._ways import WAYS
 
 WORTH = 0.95
-"""A remedy that leaves more than this of the time is not worth its price."""
+"""A remedy is worth its price if it takes at most this share of the time without it."""
 
 
 def advice(suggestion: Suggestion) -> str:
-    """Tell how much synchronisation takes in this place, how long windows should be, and which remedy to write."""
+    """Tell how much time synchronisation takes in this place, how long windows should be, and which remedy to use."""
     shares = ";\n    ".join(map(_share, suggestion.shares))
     what = f"{place(suggestion)}: in `{WAYS[suggestion.way].title}`, synchronisation takes"
     separator = "\n    " if len(suggestion.shares) > 1 else " "
@@ -60,7 +60,7 @@ def _windows(longest: Share, enough: Longer | None) -> str:
 
 
 def _unclear(shares: list[Share]) -> list[str]:
-    """Name the lengths that may as well be on the other side of the target."""
+    """Name the window lengths whose share may also be on the other side of the target."""
     unclear = [str(share.steps) for share in shares if share.quartiles[0] < TARGET <= share.quartiles[1]]
     if not unclear:
         return []

@@ -11,13 +11,13 @@ class Column:
     median: float
     quartiles: tuple[float, float]
     ratio: float
-    """To `no_sync` by hand. Like the next two it is of the medians, so that it follows from what is printed."""
+    """To `no_sync` by hand. This and the next two are computed from the medians, which are printed."""
     over_limit: float
-    """Seconds beyond the limit of exact ways; negative for a remedy that beats it, or by noise."""
+    """Seconds beyond the limit of exact ways; negative if a remedy is faster than that, or by noise."""
     over_compute: float
     """Seconds beyond computing alone."""
     bytes_sent: float | None
-    """By a host in one window, counted on its interface; None where that cannot be told from other traffic."""
+    """By a host in one window, counted on its interface; None if other traffic is counted there, too."""
     synchronised: bool | None
     """Whether the ranks' parameters ended equal; None without an engine."""
 
@@ -34,7 +34,7 @@ class Row:
     rounds: int
     forward: float
     link_seconds: float
-    """One all_reduce of as many bytes as there are gradients, with nothing else going on."""
+    """One all_reduce with as many bytes as the gradients have, and nothing beside it."""
     link_bits_per_second: float
     limit: float
     """Of exact ways, from the medians of `compute`, `forward` and the link."""

@@ -1,7 +1,7 @@
-"""From the rows of one place to what to do there: how long windows should be, and which remedy to write.
+"""Advice for one place, from its rows: how long windows should be, and which remedy to use.
 
-Everything here follows from medians and quartiles that the table shows. A window length that was measured is judged by
-its own times; only for one longer than all of those is anything estimated.
+It follows from medians and quartiles that the table shows. Window lengths that were measured are judged by their own
+times; only for a longer window is anything estimated.
 """
 
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ from gradsync.bench._remedies import REMEDIES
 from gradsync.bench._rows import Column, Row
 
 PREFERRED = "accumulating", "sync_every", "no_sync"
-"""The way that advice is about: the first of these that was measured."""
+"""Advice is about the first of these ways that was measured."""
 
 AS_FAST = 1.03
-"""A remedy within this of the fastest is as fast: the simpler remedy is then the better."""
+"""Remedies that take at most this times the fastest one's time count as equally fast; the simplest is then best."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What part of a window's time synchronisation takes: all beyond computing alone."""
+    """The share of a window's time that synchronisation takes: all beyond computing alone."""
 
     steps: int
     seconds: float
     compute: float
     share: float
     quartiles: tuple[float, float]
-    """The least and the most that the quartiles of both times allow."""
+    """The lowest and the highest share that the quartiles of both times allow."""
     baseline: float | None
-    """The share where every backward synchronises; None if that was not measured or is the same, in windows of 1."""
+    """The share if every backward synchronises; None if not measured, or in windows of 1, where it is the same."""
     effective_batch: int
 
 
@@ -69,13 +69,13 @@ class Suggestion:
     shares: list[Share]
     """By window length, the shortest first."""
     enough: Longer | None
-    """None where the shares rise with the window, which is noise and lets nothing be said."""
+    """None if the shares rise with the window, which can only be noise."""
     gains: list[Gain]
-    """For each window length with which a remedy was measured."""
+    """One for each window length at which a remedy was measured."""
 
 
 def suggest(rows: Sequence[Row], batch: int) -> Suggestion:
-    """Weigh the rows of one place, which differ in their window length."""
+    """Make the advice from the rows of one place, which differ in their window length."""
     rows = sorted(rows, key=lambda row: row.steps)
     way = next(name for name in PREFERRED if name in rows[0].ways)
     shares = [_share(row, way, batch) for row in rows]
@@ -102,7 +102,7 @@ def _share(row: Row, way: str, batch: int) -> Share:
 
 
 def _enough(shares: Sequence[Share]) -> Longer | None:
-    """Find the shortest length that was measured under the target, or else estimate one from the longest."""
+    """Find the shortest measured length under the target, or estimate one from the longest."""
     under = [share.share < _advice.TARGET for share in shares]
     if under != sorted(under):
         return None

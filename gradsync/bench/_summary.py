@@ -1,4 +1,4 @@
-"""From times to facts: the shape of `--json`, which the table and the pictures show."""
+"""Turns times into facts. `--json` prints them; the table and the pictures show them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

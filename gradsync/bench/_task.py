@@ -1,4 +1,4 @@
-"""What a way to accumulate is given, and what it gives: the frame of every loop that the bench measures."""
+"""What a way to accumulate gets, and what it returns."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from gradsync.bench._models import Workload
 
 
 class Loader:
-    """A few ready micro-batches, over and over, with a known length that no run reaches: a long epoch's loader."""
+    """Repeats a few ready micro-batches. Its length is known and longer than any run, as in a long epoch."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
@@ -31,16 +31,16 @@ class Task(NamedTuple):
     steps: int
     device: torch.device
     overlap: int = 0
-    """How many micro-batches of a window run while the gradients of the one before travel, in a way that overlaps."""
+    """For a way that overlaps: how many micro-batches of a window run while the last window's gradients travel."""
 
 
 class Window(NamedTuple):
-    """What a way makes of a task."""
+    """A window's training, as a way does it."""
 
     run: Callable[[], object]
     """Train for one window."""
     settle: Callable[[], None] | None = None
-    """Wait for what still travels after a window has run; None where nothing does."""
+    """Wait for what still travels after a window has run; None if nothing does."""
 
 
 def on_ddp(task: Task) -> DistributedDataParallel:
@@ -51,6 +51,6 @@ def on_ddp(task: Task) -> DistributedDataParallel:
 
 
 def update(optimizer: Any) -> None:
-    """Do what a window ends with."""
+    """Make the update at the end of a window."""
     optimizer.step()
     optimizer.zero_grad()

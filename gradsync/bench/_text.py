@@ -12,7 +12,7 @@ def place(row: Row | Suggestion) -> str:
 
 
 def scale(seconds: Iterable[float]) -> tuple[Callable[[float], str], str]:
-    """Tell how to write seconds of about this size, and the unit they are then in."""
+    """Return a function that writes seconds of about this size, and its unit."""
     if min(seconds) < 0.02:
         return milliseconds, "ms"
     return (lambda x: f"{x:.3f}"), "s"

@@ -35,11 +35,11 @@ WAYS: Mapping[str, Way] = {
 }
 
 ALWAYS = ("no_sync", "compute")
-"""What ratios, the limit and the advice are measured against."""
+"""Ratios, the limit and the advice are computed from these."""
 
 
 def obstacle(name: str) -> str | None:
-    """Tell what this machine or this gradsync lacks for the way, as the end of a sentence; None where nothing is."""
+    """Tell what this machine or this gradsync lacks for the way, as the end of a sentence; None if nothing."""
     package = WAYS[name].package
     if package is not None and importlib.util.find_spec(package) is None:
         return f"not installed (`pip install {package.replace('_', '-')}`)"

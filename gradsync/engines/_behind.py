@@ -1,12 +1,13 @@
-"""DDP behind bare modules and loose parameters: made for its reducer alone, its forward never called.
+"""The DDP that gradsync makes for bare modules and loose parameters. Only its reducer is used: its forward never runs.
 
-The caller keeps the modules as they were: no wrapper, no attribute, nothing that deepcopy or pickle would see. What is
-made here holds the parameters but not the modules, so that it can be looked up by a module and dies with it.
+The caller's modules stay as they are: no wrapper, no attribute, nothing that deepcopy or pickle would see. The engine
+holds the parameters but not the modules, so that a table can find it by a module and drops it with the module.
 
-One parameter more than the model has takes part: the ledger. Its gradient is written by us after the backward, and is
-reduced like the others. It says which parameters were used at all, so that one that no rank used keeps `grad is None`
-although DDP does not look for unused parameters. It has a dtype of its own and with it a bucket of its own: in one with
-other gradients it would shift these, and with them the order in which three ranks or more add them up.
+The DDP has one parameter that the model does not have, the ledger. Its gradient is a flag for each parameter: whether
+this rank has used it. gradsync writes the flags after the backward, and the reducer adds them up like the other
+gradients. So a parameter that no rank used keeps `grad is None`, although DDP does not look for unused parameters. The
+ledger has a dtype of its own, and therefore a bucket of its own. In another bucket it would shift the gradients, and
+change the order in which three ranks or more add them up.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ if TYPE_CHECKING:
 
 
 class Rest(NamedTuple):
-    """What no engine covers: the modules that it is found in, the parameters of none, and what is to be left out."""
+    """The parameters that no engine covers, and where they are."""
 
-    roots: Sequence[nn.Module]
-    loose: Sequence[nn.Parameter]
-    covered: Collection[int]  # ids of parameters that other engines have
-    parameters: Sequence[nn.Parameter]  # all that is trainable in it
+    roots: Sequence[nn.Module]  # modules that have them
+    loose: Sequence[nn.Parameter]  # those in none of the modules
+    covered: Collection[int]  # ids of parameters in the modules that other engines have
+    parameters: Sequence[nn.Parameter]  # the trainable ones of both
 
 
 class BehindEngine(DDPEngine):
-    """The DDP behind what is in no engine of the user's."""
+    """The DDP behind parameters that are in no engine of the user's."""
 
     def __init__(self, rest: Rest, group: dist.ProcessGroup | None) -> None:
         self._roots = [weakref.ref(root) for root in rest.roots]
@@ -49,10 +50,10 @@ class BehindEngine(DDPEngine):
         self.parameters = list(self._reduced)
         insist_on_shapes(self._reduced)
         self._likeness = [(p.dtype, p.device, p.shape) for p in self._reduced]
-        self._all_used: torch.Tensor | None = None  # the ledger's gradient where this rank has used everything
+        self._all_used: torch.Tensor | None = None  # the ledger's gradient if this rank has used everything
 
     def _check(self, ddp: DistributedDataParallel) -> None:
-        """It is ours."""
+        """Nothing to check: gradsync has made this DDP."""
 
     @property
     def ddp(self) -> DistributedDataParallel:
@@ -64,7 +65,7 @@ class BehindEngine(DDPEngine):
         return Carrier(self._ddp, self._ledger, self._reduced)
 
     def is_for(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> bool:
-        """Whether it was made for just these parameters, as they are, on this group."""
+        """Whether it was made for exactly these parameters, in their present form, on this group."""
         over = dist.group.WORLD if group is None else group
         return (
             self.group is over
@@ -76,7 +77,7 @@ class BehindEngine(DDPEngine):
 
     @property
     def is_outgrown(self) -> bool:
-        """Whether one of its parameters has been resized in place, or has another node: it can never reduce again."""
+        """Whether a parameter was resized in place or has another node: the reducer can never reduce again."""
         resized = any(one[2] != p.shape for one, p in zip(self._likeness, self.parameters, strict=True))
         return resized or not self.is_wired()
 
@@ -92,7 +93,7 @@ class BehindEngine(DDPEngine):
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
                 dist._broadcast_coalesced(self.group, buffers, self._ddp.broadcast_bucket_size, source)
 
-    def arm(self, loss: torch.Tensor | None) -> None:  # noqa: ARG002 - DDP's protocol, without its search for unused ones
+    def arm(self, loss: torch.Tensor | None) -> None:  # noqa: ARG002 - this DDP searches no graph
         self._ddp.reducer.prepare_for_forward()
         self._ddp.reducer.prepare_for_backward([])
 
@@ -100,14 +101,17 @@ class BehindEngine(DDPEngine):
         self._close(None)
 
     def abort(self) -> None:
-        self._close(None)  # the ledger, last of all, is still to come: nothing can have been lost
+        self._close(None)  # the reduction still waits for the ledger, so nothing has been lost
 
     def reduce(self) -> None:
         self.arm(None)
         self._close(self._reduced)
 
     def _close(self, rest: Sequence[nn.Parameter] | None) -> None:
-        """Write the ledger, complete the reduction with it, and read it; `rest` is what still has to run its hooks."""
+        """Write the ledger, complete the reduction, and read the ledger.
+
+        `rest` are the parameters whose hooks have not run; None: the reducer tells which.
+        """
         used = [parameter.grad is not None for parameter in self._reduced]
         everything = all(used)
         self._ledger.backward(self._flags(used, everything=everything))
@@ -126,7 +130,7 @@ class BehindEngine(DDPEngine):
                 parameter.grad = None
 
     def _flags(self, used: Sequence[bool], *, everything: bool) -> torch.Tensor:
-        """Which parameters this rank has used, as the ledger's gradient; without a copy to the device where all are."""
+        """The ledger's gradient: which parameters this rank has used. If it has used all, nothing is copied."""
         if not everything:
             return flags_on(self._ledger.device, used, self._ledger.dtype)
         if self._all_used is None:
@@ -135,7 +139,7 @@ class BehindEngine(DDPEngine):
 
     def _unready(self) -> list[nn.Parameter]:
         both = self._reduced
-        self._reduced = [self._ledger, *both]  # as the reducer counts them
+        self._reduced = [self._ledger, *both]  # the reducer counts the ledger, too
         try:
             return super()._unready()
         finally:
@@ -147,7 +151,7 @@ def _make(rest: Rest, group: dist.ProcessGroup | None) -> DistributedDataParalle
     taken = {parameter.dtype for parameter in parameters}
     dtype = next(d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16) if d not in taken)
     shell = nn.Module()
-    # First in order is last among DDP's buckets, where it keeps no other gradient waiting.
+    # DDP reduces its buckets in reverse order: no other gradient waits for the first parameter.
     shell.ledger = nn.Parameter(torch.zeros(len(parameters), dtype=dtype, device=parameters[0].device))
     ignored: list[str] = []
     for place, root in enumerate(rest.roots):

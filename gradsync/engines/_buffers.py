@@ -1,4 +1,4 @@
-"""Buffers on their way to the other ranks: they leave now, and are put in place later, whatever travels after them."""
+"""Sends buffers to the other ranks now, and puts them in place later, whatever is sent in between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class BuffersOnTheirWay:
-    """Some buffers as they were on the rank `source` of `group`, to the bit: one broadcast of bytes a device."""
+    """Buffers of the rank `source` of `group`, broadcast as bytes: one collective for each device."""
 
     def __init__(self, buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -25,13 +25,13 @@ class BuffersOnTheirWay:
             self._sent.append((some, flat, work))
 
     def arrive(self) -> None:
-        """Wait for them, and for nothing that was sent later; the buffers are then the same on all ranks."""
+        """Wait for the buffers, but for nothing that was sent later. They are then the same on all ranks."""
         for buffers, flat, work in self._sent:
             work.wait()
             parts = flat.split([buffer.numel() * buffer.element_size() for buffer in buffers])
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
                 for buffer, part in zip(buffers, parts, strict=True):
-                    # Cloned, because bytes may begin where no number of this dtype can.
+                    # Cloned, because the bytes may not be aligned for this dtype.
                     buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
         self._sent.clear()
 

@@ -1,15 +1,15 @@
-"""`DistributedDataParallel`, its reducer armed late.
+"""`DistributedDataParallel`, with its reducer armed right before the backward.
 
-DDP arms its reducer at the end of its own forward, and so needs to know there which micro-batch is the last, and needs
-the forward to be its own. Here every forward runs held, and the reducer is armed right before the backward of the
-boundary. Whatever the body called, a method, a sub-module, `ddp.module(x)`, the backward then reaches the parameters,
-and their hooks reach the reducer.
+DDP arms its reducer at the end of its own forward. So it must know in the forward which micro-batch is the last, and
+the forward must be DDP's. Here every forward runs held, and the reducer is armed right before the boundary's backward.
+The body may call a method, a sub-module or `ddp.module(x)`: the backward reaches the parameters, and their hooks call
+the reducer.
 
-All that is private in torch and needed for this is in this file (read in torch 2.13; `tests/engines/test_torch_ddp.py`
-fails when it changes): `ddp.reducer` with `prepare_for_forward`, `prepare_for_backward`, `_rebuild_buckets`,
-`_check_reducer_finalized`, `_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_reset_state`; and what of
-DDP's is named below: `_pre_forward`, `_post_forward`, attributes. Static graphs are in `_ddp_static.py`, and a rank
-that is alone in `_ddp_alone.py`.
+Private in torch (read in torch 2.13; `tests/engines/test_torch_ddp.py` fails when it changes): `ddp.reducer` with
+`prepare_for_forward`, `prepare_for_backward`, `_rebuild_buckets`, `_check_reducer_finalized`,
+`_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_reset_state`; and `_pre_forward`, `_post_forward` and
+attributes of DDP that are named below. Static graphs are in `_ddp_static.py`, and groups of one rank in
+`_ddp_alone.py`.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ if TYPE_CHECKING:
 
     from torch.nn.parallel import DistributedDataParallel
 
-# Seconds for reductions that nobody can wait for any more: torch keeps their futures to itself, and a late one would
-# write into the buckets of the next. All ranks have begun them, and a worker needs the GIL, which sleeping gives up.
+# Seconds to sleep until lost reductions have ended. Nobody can wait for them, because torch keeps their futures to
+# itself, and one that ends late would write into the buckets of the next reduction. All ranks have begun them, so that
+# they end soon. Their workers need the GIL, which a sleep releases.
 _LOST_REDUCTION = 0.2
 
 
 class DDPEngine(Engine):
-    """One `DistributedDataParallel`, whoever made it."""
+    """One `DistributedDataParallel`."""
 
     def __init__(self, ddp: DistributedDataParallel, module: nn.Module | None = None) -> None:
         self._check(ddp)
@@ -67,7 +68,7 @@ class DDPEngine(Engine):
         self._sparse = sparse_parameters(ddp.module if module is None else module)
         self._reduced = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
         self._shortcut = None if module is not None else shortcut(ddp)
-        self._watches: list[Any] = []  # hooks that tell whether the armed backward came by
+        self._watches: list[Any] = []  # hooks that tell whether the armed backward has come
         self._came_by = False
         if self._reduced and not is_built_for(ddp, self._reduced):
             self._rebuild_reducer()
@@ -133,8 +134,8 @@ class DDPEngine(Engine):
         vars(ddp)["require_backward_grad_sync"] = True  # compiled DDP's python_reducer reads it in backward
         ddp.reducer.prepare_for_forward()
         ddp.reducer.prepare_for_backward(self._outputs(loss))
-        # The reducer cannot tell a reduction that is complete from one that has not begun. Where all parameters must be
-        # used, each of them tells; where some may go unused, any of them does.
+        # The reducer cannot tell a complete reduction from one that has not begun, so hooks tell. If all parameters
+        # must be used, a hook at the first is enough; if some may go unused, each needs one.
         self._came_by = False
         for parameter in () if loss is None else self._reduced if self._searched else self._reduced[:1]:
             self._watches.append(get_gradient_edge(parameter).node.register_prehook(self._note_visit))
@@ -144,7 +145,7 @@ class DDPEngine(Engine):
 
     @contextmanager
     def holding_armed(self) -> Iterator[None]:
-        """As every engine's; and around DDP's own forward, which refuses to run while a reduction is half done."""
+        """Like every engine's. It also lets DDP's forward run, which raises while a reduction is half done."""
         state = vars(self._ddp)
         with super().holding_armed():
             state["_pre_forward"], state["_post_forward"] = partial(moved, self._ddp), as_it_is
@@ -195,7 +196,7 @@ class DDPEngine(Engine):
         self._forget_watches()
         if self._came_by:
             return False
-        # The one that is watched may be among those that went unused: then the reducer misses it, and says so.
+        # The watched parameter may have gone unused. The reduction is then incomplete, and the reducer raises.
         try:
             self._ddp.reducer._check_reducer_finalized()
         except RuntimeError:
@@ -203,13 +204,13 @@ class DDPEngine(Engine):
         return True
 
     def _forget_watches(self) -> None:
-        vars(self._ddp)["require_backward_grad_sync"] = False  # what the body still runs after its backward is held
+        vars(self._ddp)["require_backward_grad_sync"] = False  # what the body runs after its backward stays local
         while self._watches:
             self._watches.pop().remove()
 
     @property
     def _searched(self) -> bool:
-        """Whether parameters may go unused: DDP looks for those."""
+        """Whether parameters may go unused, because DDP looks for them."""
         return bool(self._ddp.find_unused_parameters)
 
     @property
@@ -220,8 +221,9 @@ class DDPEngine(Engine):
     def _note_used(self) -> None:
         """Tell a reducer that looks for unused parameters which ones this window has used.
 
-        It takes note of that in each backward that comes by: also in one of another model that shares parameters, or
-        whose gradients somebody has dropped. It then takes no undefined gradient for these, and does not tell which.
+        The reducer marks what any backward reaches as used: also a backward of another model that shares parameters, or
+        one whose gradients were dropped. It then refuses an undefined gradient for these, and does not tell which they
+        are. So its marks are cleared here, and made again from the gradients that there are.
         """
         if not self._ddp.find_unused_parameters or self._ddp._use_python_reducer:
             return
@@ -240,17 +242,18 @@ class DDPEngine(Engine):
         return self._ddp.module.named_parameters()
 
     def _outputs(self, loss: torch.Tensor | None) -> list[torch.Tensor]:
-        """What DDP should search for unused parameters, where it is to search at all."""
+        """The tensors from which DDP searches the graph for unused parameters; none if it does not search."""
         if not self._searched:
             return []
-        # Without a loss to search, none is marked in advance; `settle` completes what the backward does not reach.
+        # Without a loss, search a graph of all parameters: none is marked as unused, and `settle` completes those that
+        # the backward does not reach.
         return [self._touch(self._reduced) if loss is None else loss]
 
     def _touch(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """A scalar whose backward runs the reducer's hooks of `parameters`, and adds nothing to any gradient."""
         for parameter in parameters:
             if parameter.grad is None and id(parameter) in self._sparse:
-                # The reducer takes no undefined gradient for a sparse one; nothing at all, it does.
+                # The reducer refuses an undefined gradient for a sparse parameter, but takes an empty one.
                 no_rows = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
                 parameter.grad = torch.sparse_coo_tensor(no_rows, parameter.detach()[:0], parameter.shape)
         with torch.enable_grad():
@@ -261,7 +264,7 @@ class DDPEngine(Engine):
         try:
             self._ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
-            # The reducer tells which in its message only.
+            # Only the reducer's message tells which.
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             if found is None:
                 raise
@@ -269,14 +272,17 @@ class DDPEngine(Engine):
         return []
 
     def _complete(self, missing: Sequence[nn.Parameter]) -> None:
-        """Make ready what a backward has left, and with it the whole reduction."""
+        """Run the hooks of the parameters that a backward has not reached, and so complete the reduction."""
         if missing:
             with silent(missing):
                 self._touch(missing).backward()
         self._rebuild_buckets()
 
     def _rebuild_buckets(self) -> None:
-        """Order the buckets after the first reduction, as DDP does in its next forward: other ranks may run none."""
+        """Order the buckets after the first reduction.
+
+        DDP would do so in its next forward, but other ranks may run none.
+        """
         state = vars(self._ddp)
         if "_gradsync_keeps_buckets" in state:
             self._ddp.reducer._reset_state()
@@ -284,15 +290,16 @@ class DDPEngine(Engine):
             self._ddp._has_rebuilt_buckets = True
 
     def _forget_reduction(self) -> None:
-        """A backward failed after the last gradient had left: what the reducer had queued for its end is lost.
+        """Reset the reducer after a backward that failed when the last gradient had left.
 
-        Its state can only be reset as a whole. It then wants to order its buckets anew, with all ranks, which have no
-        reason to; so these are ordered now if that is due on all, and else kept as they are.
+        What the reducer had queued for the end of that backward is lost, and its state can only be reset as a whole. It
+        then wants to order its buckets again, together with all ranks, but these have no reason to. So the buckets are
+        ordered now if that is due on all ranks, and otherwise kept as they are.
         """
         reducer = self._ddp.reducer
         device = self._reduced[0].device
         if device.type != "cpu":
-            torch.accelerator.synchronize(device)  # they are queued there: this waits until they have run
+            torch.accelerator.synchronize(device)  # reductions are queued there: wait until they have run
         time.sleep(_LOST_REDUCTION)
         reducer._reset_state()
         if not self._orders_buckets:
@@ -309,17 +316,17 @@ class DDPEngine(Engine):
         WIRES.pop(self._ddp, None)
 
     def _rebuild_reducer(self) -> None:
-        """A reducer for the parameters that are trainable now, with the user's communication hooks."""
+        """Make a reducer for the parameters that are trainable now, with the user's communication hooks."""
         ddp = self._ddp
         kind, _, name = ddp._get_ddp_logging_data().get("comm_hook", "").partition(".")
-        builtin = name if kind == "BuiltinCommHookType" else None  # DDP itself keeps only those written in Python
+        builtin = name if kind == "BuiltinCommHookType" else None  # DDP itself keeps only Python hooks
         ddp.reducer._remove_autograd_hooks()
         WIRES.pop(ddp, None)
         vars(ddp).pop("_gradsync_keeps_buckets", None)
         ddp._has_rebuilt_buckets = False
         if any(map(is_resized, self._reduced)):
             self.forget_reducer()
-        # Those that the module has got since it was wrapped are another engine's.
+        # Parameters that the module got after it was wrapped belong to another engine.
         mine, ignored = set(map(id, self._reduced)), ddp.parameters_to_ignore
         ddp.parameters_to_ignore = {*ignored, *(name for name, p in own_names(ddp.module) if id(p) not in mine)}
         try:

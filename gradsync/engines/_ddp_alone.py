@@ -1,4 +1,4 @@
-"""DDP on a rank that is alone: nothing is sent. DDP itself would have its backend add one rank up."""
+"""DDP in a group of one rank: nothing is sent. DDP itself would all-reduce over that one rank."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class AloneEngine(DDPEngine):
 
     @staticmethod
     def fits(ddp: DistributedDataParallel) -> bool:
-        """Whether this is the engine for it."""
+        """Whether `ddp` can have this engine."""
         searched = ddp.find_unused_parameters or ddp.static_graph
         hooked = ddp._comm_hooks or "comm_hook" in ddp._get_ddp_logging_data()
         return ddp.process_group is not None and ddp.process_group.size() == 1 and not searched and not hooked
 
-    # A communication hook may come later, and then sees the gradients as ever.
+    # A communication hook may be registered later: then DDP's reducer runs, so that it sees the gradients.
 
     def is_wired(self) -> bool:
         return not self._ddp._comm_hooks or super().is_wired()

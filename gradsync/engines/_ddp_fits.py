@@ -1,4 +1,4 @@
-"""Whether a `DistributedDataParallel` can be taken as it is, and whether its reducer fits the parameters of now.
+"""Whether gradsync can use a `DistributedDataParallel`, and whether its reducer fits the present parameters.
 
 Private in torch: `_delay_all_reduce_params`, `_module_parameters`, `_get_ddp_logging_data`, and of the reducer
 `_get_zeros_like_grad_buckets`; of autograd's nodes `_input_metadata`, which has the shape that a node was made for.
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 class Joint(torch.autograd.Function):
     """Joins parameters in the graph: its backward runs their gradient hooks, and adds nothing to any gradient.
 
-    A reducer's hooks fire, find the gradient that is already there, or none, and hand it on: a synchronisation without
-    a forward. An undefined gradient adds nothing, so it is exact, and a parameter that nobody used stays None where DDP
-    looks for unused parameters.
+    The reducer's hooks run and reduce the gradients that are there already: a synchronisation without a forward. It is
+    exact, because an undefined gradient adds nothing. If DDP looks for unused parameters, the gradient of a parameter
+    that nobody used stays None.
     """
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.num_parameters = len(parameters)
-        return torch.zeros((), device=parameters[0].device)  # real, though a parameter may be complex
+        return torch.zeros((), device=parameters[0].device)  # real, even if a parameter is complex
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, ...]:
@@ -42,7 +42,7 @@ class Joint(torch.autograd.Function):
 
 
 def check(ddp: DistributedDataParallel) -> None:
-    """Raise for what cannot be kept exact."""
+    """Raise if gradients could not be kept exact on `ddp`."""
     if ddp._delay_all_reduce_params:
         raise GradSyncError(
             "gradsync needs to hold a model's gradients back, but this DistributedDataParallel was made with "
@@ -70,7 +70,7 @@ def check(ddp: DistributedDataParallel) -> None:
 
 
 def is_built_for(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) -> bool:
-    """Whether the reducer is for just these parameters, as they are now."""
+    """Whether the reducer was made for exactly these parameters, in their present form."""
     known = vars(ddp).get("_gradsync_reduced")
     if known is not None:
         return bool(known == tuple(map(likeness, reduced))) and is_wired(ddp, reduced)
@@ -80,18 +80,18 @@ def is_built_for(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) 
         return False
     if len(reduced) == len(ddp._module_parameters):
         return True
-    # As many as it was made for, but perhaps others: its buckets know.
+    # The number is right, but they may be others: the buckets tell.
     inside = {id(p) for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
     return inside == set(map(id, reduced))
 
 
 def likeness(parameter: nn.Parameter) -> tuple[Any, ...]:
-    """What a reducer was made for. The id is safe: DDP holds the parameter."""
+    """What a reducer depends on in a parameter. The id is safe, because DDP holds the parameter."""
     return id(parameter), parameter.dtype, parameter.device, parameter.shape
 
 
 def nodes_of(parameters: Sequence[nn.Parameter]) -> tuple[Any, ...]:
-    """Where autograd adds up each gradient: None for a parameter that is frozen."""
+    """The nodes in which autograd accumulates each gradient; None for a frozen parameter."""
     with torch.enable_grad():
         joined = Joint.apply(*parameters)  # type: ignore[no-untyped-call] # one call for all: a third of a us for each
     return tuple(node for node, _ in joined.grad_fn.next_functions) if joined.grad_fn is not None else ()
@@ -105,43 +105,43 @@ def own_names(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _are_held(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether somebody holds the nodes of these, as a reducer does: else autograd makes new ones each time."""
+    """Whether something holds these parameters' nodes, as a reducer does: else autograd makes new ones each time."""
     for node in nodes_of(parameters):
         node.metadata["gradsync"] = True
     return all(node.metadata.pop("gradsync", False) for node in nodes_of(parameters))
 
 
 def is_wired(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) -> bool:
-    """Whether autograd has the same nodes for these as when the reducer put its hooks on them.
+    """Whether autograd still uses the nodes on which the reducer put its hooks.
 
-    It makes another one when a parameter has been cast, and also when it has been cast back, or got another storage by
-    `set_`, as parametrizations do: then nothing of the parameter itself tells.
+    Autograd makes a new node when a parameter is cast, even if it is cast back, and when `set_` gives it another
+    storage, as parametrizations do. After the last two the parameter looks as before.
     """
     known = WIRES.get(ddp)
     if known is None:
         return True
     parameters, nodes = known
     if len(parameters) != len(reduced) or any(a is not b for a, b in zip(parameters, reduced, strict=True)):
-        return False  # another function has seen some of them frozen, and the reducer was made anew
+        return False  # another function saw some of them frozen, and the reducer was rebuilt
     now = nodes_of(reduced)
     return not now or all(a is b or a is None or b is None for a, b in zip(nodes, now, strict=True))
 
 
 def note_wires(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) -> None:
-    """Take note of what the reducer is built for, and of where its hooks are."""
+    """Remember what the reducer was built for, and the nodes that have its hooks."""
     vars(ddp)["_gradsync_reduced"] = tuple(map(likeness, reduced))
     if reduced:
         WIRES[ddp] = tuple(reduced), nodes_of(reduced)
 
 
 def is_resized(parameter: nn.Parameter) -> bool:
-    """Whether autograd still has the node of another shape, which lives as long as somebody holds it."""
+    """Whether a parameter's node was made for another shape; a node lives as long as something holds it."""
     shape = get_gradient_edge(parameter).node._input_metadata[0].shape
     return tuple(shape) != tuple(parameter.shape)
 
 
 def insist_on_shapes(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise where a backward would fail in torch's words: autograd still has a node of another shape."""
+    """Raise if autograd has a node of another shape, before a backward fails with torch's message."""
     resized = [parameter for parameter in parameters if is_resized(parameter)]
     if resized:
         raise GradSyncError(

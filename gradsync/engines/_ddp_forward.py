@@ -1,6 +1,6 @@
-"""The forward of a DDP that is held: what of DDP's own is left out of it, and what must stay.
+"""The forward of a held DDP: what it may leave out of DDP's own forward, and what it must keep.
 
-Private in torch: `_pre_forward` and `_post_forward`, which stand around DDP's forward, and the attributes below.
+Private in torch: `_pre_forward` and `_post_forward`, which DDP calls around its forward, and the attributes below.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def moved(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> tuple[An
 
 
 def as_it_is(output: Any) -> Any:
-    """What a forward returned."""
+    """What a forward returned, in place of DDP's `_post_forward`."""
     return output
 
 
 def shortcut(ddp: DistributedDataParallel) -> Callable[..., Any] | None:
-    """The forward of the module inside, where that of a DDP that is held would add nothing to it but its own cost.
+    """The forward of the module inside, if the forward of a held DDP would add nothing but its own cost; else None.
 
-    Which is more than half of a tiny model's. It may move or cast inputs, mark the outputs of a search or a static
-    graph, and tell torch.compile where it is; these keep it.
+    That cost is more than half of a tiny model's forward. DDP's forward is needed where it moves or casts inputs, marks
+    outputs for a search or a static graph, or tells torch.compile where it is.
     """
     works = ddp.device_ids or ddp.mixed_precision or ddp.find_unused_parameters or ddp.static_graph
     own = type(ddp).forward is not DistributedDataParallel.forward or "forward" in vars(ddp)

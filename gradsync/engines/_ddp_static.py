@@ -1,7 +1,7 @@
-"""DDP with a static graph, which reduces in its own way.
+"""DDP with a static graph.
 
-Its first reduction comes at the end of its very first backward, which DDP's forward arranges; here it is queued. Its
-hooks count how often they run, and so cannot be run once more by hand: what is accumulated is reduced bucket by bucket.
+Its first reduction runs at the end of its very first backward. DDP's forward arranges that; here `arm` does. The
+reducer's hooks count how often they run, so they must not be run by hand: `reduce` reduces bucket by bucket.
 
 Private in torch, beside what `_ddp.py` names (read in torch 2.13): `_delay_all_reduce`, `_get_local_used_map`,
 `_run_comm_hook`, `_set_static_graph`, `_static_graph_delay_allreduce_enqueued`.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
-_HELD = "_gradsync_held_before_first"  # of a DDP that was held before its very first synchronisation: the hook below
+_HELD = "_gradsync_held_before_first"  # the hook of a DDP that was held before its very first synchronisation
 
 
 class StaticEngine(DDPEngine):
@@ -39,7 +39,7 @@ class StaticEngine(DDPEngine):
     def hold(self) -> object:  # type: ignore[override]
         found = super().hold()
         if self._owes_first:
-            self._ddp._static_graph_delay_allreduce_enqueued = True  # else DDP's forward would queue it once more
+            self._ddp._static_graph_delay_allreduce_enqueued = True  # so that DDP's forward does not arrange it
         return found
 
     def restore(self, found: object) -> None:
@@ -47,9 +47,8 @@ class StaticEngine(DDPEngine):
         if self._owes_first:
             self._ddp._static_graph_delay_allreduce_enqueued = False
             state = vars(self._ddp)
-            if (
-                _HELD not in state
-            ):  # a backward may have run, or may be run later, outside: the next forward comes first
+            # The user may run DDP without gradsync from here on: before that forward, the held backwards are forgotten.
+            if _HELD not in state:
                 state[_HELD] = self._ddp.register_forward_pre_hook(_begin_in_forward)
 
     def arm(self, loss: torch.Tensor | None) -> None:
@@ -65,7 +64,7 @@ class StaticEngine(DDPEngine):
 
     def abort(self) -> None:
         if self._is_first:
-            self._reducer._delay_all_reduce()  # which was queued for the end of the backward
+            self._reducer._delay_all_reduce()  # it was queued for the end of the backward
         else:
             super().abort()
 
@@ -83,7 +82,7 @@ class StaticEngine(DDPEngine):
                 "learns what the graph is, but gradients are to be synchronised that were all held back. Synchronise "
                 "in the backward of the first window, or leave static_graph out."
             )
-        used = self._reducer._get_local_used_map().tolist()  # of the first synchronisation, and so of every one
+        used = self._reducer._get_local_used_map().tolist()  # noted in the first synchronisation, and true for all
         # A communication hook averages; without one the reducer divides before it sums.
         share = 1.0 if "comm_hook" in self._ddp._get_ddp_logging_data() else 1.0 / self.group.size()
         for bucket in self._reducer._get_zeros_like_grad_buckets():
@@ -101,7 +100,7 @@ class StaticEngine(DDPEngine):
             if not count:
                 parameter.grad = None
         vars(self._ddp)["_gradsync_reductions"] = vars(self._ddp).get("_gradsync_reductions", 0) + 1  # for audit
-        # The ranks in a real backward rebuild their buckets after this one, if they have not yet.
+        # Ranks in a real backward rebuild their buckets after this reduction, if they have not yet: so must this rank.
         self._reducer._push_all_rebuilt_params()
         self._rebuild_buckets()
 
@@ -110,7 +109,7 @@ class StaticEngine(DDPEngine):
         return True
 
     def _note_used(self) -> None:
-        """The graph is known: what the first window has used is used in all."""
+        """Nothing to tell: every window uses what the first one used."""
 
     def _outputs(self, loss: torch.Tensor | None) -> list[torch.Tensor]:  # noqa: ARG002 - the graph is known
         return []
@@ -120,9 +119,10 @@ class StaticEngine(DDPEngine):
         return True
 
     def _begin_graph_anew(self) -> None:
-        """Forget backwards that were held before the very first synchronisation: torch counted their hooks.
+        """Forget backwards that were held before the very first synchronisation.
 
-        Later backwards would be expected to run each hook that often, and without a word none would be synchronised.
+        torch counted their hooks. It would expect every later backward to run each hook that often, and would
+        synchronise none of them, without an error.
         """
         watch = vars(self._ddp).pop(_HELD, None)
         if watch is not None:

@@ -1,4 +1,4 @@
-"""Flags that the host knows, on the device where ranks add them up."""
+"""Copies flags from the host to the device where ranks add them up."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 
 def flags_on(device: torch.device, flags: Sequence[bool], dtype: torch.dtype) -> torch.Tensor:
-    """The flags as numbers. The host does not wait: a copy from memory that is not pinned waits for the whole queue."""
+    """The flags as numbers, copied from pinned memory: any other copy makes the host wait for the device's queue."""
     row = torch.tensor(flags, dtype=dtype)
     return row if device.type == "cpu" else row.pin_memory().to(device, non_blocking=True)

@@ -1,12 +1,12 @@
 """FSDP1: `FullyShardedDataParallel`, the module that wraps.
 
-Its `no_sync` is read as a backward ends, where DDP's is read in forward, and is for the root only. The switch that it
-writes, `_sync_gradients` of each instance, is written here.
+FSDP reads its `no_sync` when a backward ends (DDP reads its own in the forward), and allows it on the root only. So the
+flag that `no_sync` sets, `_sync_gradients` of each instance, is set here directly.
 
-What is private in torch here is listed in `_privates.py`. Instances and handles lead to the modules, and are held
-weakly, so that who drops a model has dropped it, wherever its engine is kept.
+`_privates.py` lists what is private in torch here. Instances and handles refer to the modules. They are held weakly, so
+that an engine that is kept somewhere does not keep its model alive.
 
-A held gradient is the flat parameter's, of its whole size; a reduced one has the size of this rank's shard.
+A held gradient has the size of the whole flat parameter; a reduced one has the size of this rank's shard.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FSDP1Engine(Engine):
 
     @property
     def _instances(self) -> list[Any]:
-        # Any, because nn.Module types all attributes of its own as tensors or modules.
+        # Any, because the attributes of an nn.Module are typed as tensors or modules.
         return [instance for ref in self._instance_refs if (instance := ref()) is not None]
 
     @property
@@ -81,12 +81,12 @@ class FSDP1Engine(Engine):
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:  # type: ignore[override]
-        # A flat parameter knows its modules, and so is not kept here either.
+        # A flat parameter refers to its modules, so it is not kept here either.
         return [p for handle in self._handles for p in (handle.flat_param._params or [handle.flat_param])]
 
     @property
     def group(self) -> dist.ProcessGroup:
-        # Made when it is asked for: `no_sync` needs none, and need not be collective.
+        # Made when it is first asked for, because that is collective: `no_sync` needs no group, and must not be.
         if self._mesh_group is None:
             self._mesh_group = _whole_group(self._root) if self._hybrid else self._group
         return self._mesh_group
@@ -125,7 +125,7 @@ class FSDP1Engine(Engine):
             reduced = any(gradient.dim() > len(shape) for gradient, shape in came)
             dtype = came[0][0].dtype
             size = flat.shape if reduced else flat._unpadded_unsharded_size
-            # A shard lies where its parameter does, which is not where that computes if it is offloaded.
+            # A shard is where its parameter is; an offloaded parameter computes on another device.
             gradient = torch.zeros(size, dtype=dtype, device=flat.device if reduced else handle.device)
             for parameter, part in _parts(handle, gradient).items():
                 if parameter in gradients:
@@ -134,7 +134,7 @@ class FSDP1Engine(Engine):
             flat.grad.data = gradient  # of another size and type than the shard, as after a held backward
             if flat._params and reduced:
                 handle._use_sharded_grad_views()
-            elif flat._params:  # without gradients there, the next forward would drop the flat one
+            elif flat._params:  # without gradients at these, the next forward would drop the flat one
                 handle._use_unsharded_grad_views()
 
     # -- micro-batch ----------------------------------------------------------------------------------------------
@@ -154,18 +154,18 @@ class FSDP1Engine(Engine):
         for handle in self._handles:
             if handle.flat_param.grad is not None and _is_whole(handle.flat_param, handle.flat_param.grad):
                 self._held[handle] = (handle.flat_param.grad, handle.flat_param.grad._version)
-                # Set by a held backward, it would make FSDP insist on a gradient from the coming one.
+                # A held backward has set it. FSDP would then insist on a gradient from the next backward.
                 handle.flat_param._post_backward_called = False
 
     def settle(self) -> None:
-        # What only earlier micro-batches used, that backward has left as it was.
+        # The backward has not changed gradients that only earlier micro-batches made.
         for handle, (gradient, version) in reversed(self._held.items()):
             if handle.flat_param.grad is gradient and gradient._version == version:
                 self._reduce_held(handle)
         self._held = {}
 
     def abort(self) -> None:
-        # The other ranks wait in a gather of this rank's parameters, and cannot be helped from here.
+        # The other ranks wait in a gather of this rank's parameters, and nothing here can end that.
         self._held = {}
 
     def reduce(self) -> None:
@@ -184,8 +184,8 @@ class FSDP1Engine(Engine):
                 del flat._saved_grad_shard
         root = self._root_ref()
         if root is None or not root._is_root:
-            return  # it is gone, no forward has been, or another root is above
-        for handle, owner in self._owners.items():  # which FSDP itself does not do without sharding
+            return  # the model is gone, no forward has run, or another root is above
+        for handle, owner in self._owners.items():  # without sharding, FSDP itself does not
             _runtime_utils._reshard(owner, handle, handle.uses_sharded_strategy)
         if self._is_under_way():
             self._end_backward()
@@ -193,9 +193,9 @@ class FSDP1Engine(Engine):
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _reduce_held(self, handle: FlatParamHandle) -> None:
-        """What the end of a handle's backward does to its gradient."""
+        """Reduce a handle's gradient, as the end of its backward does."""
         root = self._root
-        _runtime_utils._lazy_init(root, root)  # a window that was loaded may end without a forward here
+        _runtime_utils._lazy_init(root, root)  # a loaded window may end without a forward on this rank
         module, flat = self._owners[handle], handle.flat_param
         assert flat.grad is not None, "held"
         device, stream = module._device_handle, module._post_backward_stream
@@ -208,17 +208,17 @@ class FSDP1Engine(Engine):
             if flat.grad.dtype != handle._reduce_dtype and not _runtime_utils._low_precision_hook_enabled(module):
                 flat.grad.data = flat.grad.to(handle._reduce_dtype)
             if handle.uses_sharded_strategy:
-                _runtime_utils._reshard(module, handle, True)  # a held backward of SHARD_GRAD_OP does not
+                _runtime_utils._reshard(module, handle, True)  # a held backward of SHARD_GRAD_OP has not
                 _runtime_utils._reduce_grad(module, handle)
             else:
                 _runtime_utils._reduce_grad_no_shard(module, handle)
-        # Then, as a backward's end does: a hybrid's replicas are added up on a stream of their own, and what comes next
-        # (a cast of the gradient, the optimizer) runs on the current one.
+        # As at the end of a backward: what comes next (a cast of the gradient, the optimizer) runs on the current
+        # stream, and must wait for the stream on which a hybrid's replicas are added up.
         current.wait_stream(stream)
         if module._all_reduce_stream is not current:
             current.wait_stream(module._all_reduce_stream)
         if module.cpu_offload.offload_params:
-            current.synchronize()  # its copy to the CPU does not wait
+            current.synchronize()  # the copy to the CPU is asynchronous
         with torch.no_grad():
             flat._post_backward_called = True
             handle.prepare_gradient_for_optim()
@@ -241,7 +241,7 @@ class FSDP1Engine(Engine):
         )
 
     def _end_backward(self) -> None:
-        """What ends each backward: everything is put away, and nothing reduced."""
+        """Run what ends each backward, without a reduction."""
         found, root = self.hold(), self._root
         try:
             _runtime_utils._post_backward_final_callback(root, root)
@@ -253,12 +253,12 @@ class FSDP1Engine(Engine):
 
 
 def _is_whole(flat: FlatParameter, gradient: torch.Tensor) -> bool:
-    """Whether a gradient is the whole flat parameter's: held, or not sharded at all. The others are reduced."""
+    """Whether a gradient has the size of the whole flat parameter: it is held, or not sharded. Else it is reduced."""
     return gradient.shape == flat._unpadded_unsharded_size
 
 
 def _parts(handle: FlatParamHandle, gradient: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
-    """Views of a flat gradient by parameter: whole ones, or pieces, which are told by having one dimension more."""
+    """Views of a flat gradient by parameter: whole gradients, or pieces, which have one dimension more."""
     flat = handle.flat_param
     whole = _is_whole(flat, gradient)
     if flat._params is None:
@@ -273,7 +273,7 @@ def _parts(handle: FlatParamHandle, gradient: torch.Tensor) -> dict[nn.Parameter
 
 
 def _whole_group(module: Any) -> dist.ProcessGroup:
-    """The group of both of a hybrid's dimensions."""
+    """The group of all ranks along both dimensions of a hybrid."""
     ranks = range(dist.get_world_size())
     if module.process_group.size() * module._inter_node_pg.size() == len(ranks):
         assert dist.group.WORLD is not None, "initialised"

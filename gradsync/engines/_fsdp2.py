@@ -1,14 +1,15 @@
 """FSDP2: `fully_shard` on one mesh dimension or two (HSDP), and the `replicate` that is made of the same parts.
 
-Whether a backward reduces is a switch of each parameter group, read as the backward ends there. `FSDPModule`'s own
-setters walk all modules (110 us for 241 of them); here the groups are known, and the switch is an attribute of theirs.
+Each parameter group has a flag that says whether a backward reduces, and reads it when the backward ends there. The
+setters of `FSDPModule` walk all modules (110 us for 241 of them); here the groups are known, and the flag is set
+directly.
 
-States, groups and their parameters lead to the modules. They are held weakly, so that who drops a model has dropped it,
-wherever its engine is kept.
+States, groups and their parameters refer to the modules. They are held weakly, so that an engine that is kept somewhere
+does not keep its model alive.
 
-What is private in torch here is listed in `_privates.py`, and what differs between its versions is in `_torch.py`.
-Held gradients lie at `_unsharded_param`, and before torch 2.15 at `unsharded_accumulated_grad`, where `zero_grad()`
-does not reach them.
+`_privates.py` lists what is private in torch here, and `_torch.py` has what differs between versions. Held gradients
+are at `_unsharded_param`, and before torch 2.15 at `unsharded_accumulated_grad`, where `zero_grad()` does not reach
+them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class FSDP2Engine(Engine):
         self._mesh_group: dist.ProcessGroup | None = None
         self._undo: list[_Undo] = []
         self._is_prepared = False
-        # Used in this window on this rank; None where it need not be known.
+        # The parameters that this rank has used in this window; None if nobody needs to know.
         self._used: weakref.WeakSet[FSDPParam] | None = None
         self._watches: list[Any] = []
         weakref.finalize(self, _remove, self._watches).atexit = False  # hooks go with the engine, not with the model
@@ -85,7 +86,7 @@ class FSDP2Engine(Engine):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        # Made when it is asked for: `no_sync` needs none, and need not be collective.
+        # Made when it is first asked for, because that is collective: `no_sync` needs no group, and must not be.
         if self._mesh_group is None:
             self._mesh_group = whole_group(self._groups) or self._group
         return self._mesh_group
@@ -141,7 +142,7 @@ class FSDP2Engine(Engine):
     def hold(self) -> tuple[list[tuple[FSDPParamGroup, bool]], int]:
         groups = self._groups
         if not self._is_prepared:
-            # Before 2.15 torch fails as a held backward ends, if reduce_dtype is set and a module has never run.
+            # Before torch 2.15, a held backward fails at its end if reduce_dtype is set and a module has never run.
             _make_unsharded(p for p in self._params if p.mp_policy.reduce_dtype is not None)
             self._is_prepared = True
         found = [(group, group.reduce_grads) for group in groups]
@@ -155,8 +156,8 @@ class FSDP2Engine(Engine):
         found = self.hold()
         if self._used is None:
             self._watch_use()
-        # The ranks that share shards must reduce the same parameters together, and so all of them in each micro-batch,
-        # with zeros for those that it did not use.
+        # The ranks that share shards must reduce the same parameters together. So they reduce all of them in each
+        # micro-batch, with zeros for those that it did not use.
         self._switch(groups, reduce_grads=True, all_reduce_grads=False, reduce_scatter_unused_params=True)
         return found
 
@@ -169,12 +170,12 @@ class FSDP2Engine(Engine):
     # -- boundary -------------------------------------------------------------------------------------------------
 
     def arm(self, loss: torch.Tensor | None) -> None:  # noqa: ARG002 - whatever reaches a group reduces it
-        # A user who switched reshard_after_backward off keeps the parameters gathered between the micro-batches of a
-        # window. Beyond the boundary they would be those from before the update.
+        # With reshard_after_backward off, parameters stay gathered between the micro-batches of a window. After the
+        # boundary they would be those from before the update.
         groups = self._groups
         self._switch(groups, reduce_grads=True, all_reduce_grads=True, reshard_after_backward=True)
         partly = [group for group in groups if group._partial_reduce_output is not None]
-        if partly:  # without a gradient a group would not all-reduce the rest
+        if partly:  # a group that gets no gradient from this backward would not all-reduce its partial output
             self._switch(partly, reduce_scatter_unused_params=True)
 
     def settle(self) -> None:
@@ -183,7 +184,7 @@ class FSDP2Engine(Engine):
         self._drop_unused()
 
     def abort(self) -> None:
-        # The other ranks wait in a gather of this rank's parameters, and cannot be helped from here.
+        # The other ranks wait in a gather of this rank's parameters, and nothing here can end that.
         pass
 
     def reduce(self) -> None:
@@ -199,7 +200,7 @@ class FSDP2Engine(Engine):
     def discard(self) -> None:
         if self._used is not None:
             self._used.clear()
-        # First, because what a failed backward had on its way arrives in gradients.
+        # First, because what a failed backward was still reducing arrives in gradients.
         if self._is_under_way() or self._has_run_forward():
             self._recover()
         for group in self._groups:
@@ -213,7 +214,7 @@ class FSDP2Engine(Engine):
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _is_under_way(self) -> bool:
-        """Whether FSDP is in the middle of a forward or backward; or an exception has left it there."""
+        """Whether FSDP is in the middle of a forward or backward, or an exception has left it there."""
         states = self._states
         return bool(states) and (
             states[0]._state_ctx.iter_forward_root is not None
@@ -222,7 +223,7 @@ class FSDP2Engine(Engine):
         )
 
     def _has_run_forward(self) -> bool:
-        """Whether a forward has noted its order for a backward that has not come."""
+        """Whether a forward has recorded its order for a backward that has not run."""
         return any(getattr(state._comm_ctx, "post_forward_order", ()) for state in self._states[:1])
 
     def _recover(self) -> None:
@@ -232,7 +233,7 @@ class FSDP2Engine(Engine):
         _torch.reset_iteration(next((state for state in all_states if state._is_root), states[0]))
 
     def _finish(self) -> None:
-        """What ends each backward: the groups that hold something reduce it, and all is put away."""
+        """Run what ends each backward: the groups reduce what they hold, and reshard."""
         state = self._states[0]
         state._lazy_init()
         depth, mine = len(self._undo), set(self._groups)
@@ -245,7 +246,10 @@ class FSDP2Engine(Engine):
             self._put_back(depth)
 
     def _watch_use(self) -> weakref.WeakSet[FSDPParam]:
-        """Note which parameters a backward uses, those too that have become trainable, beside what is loaded."""
+        """Begin to note which parameters backwards use, newly trainable ones too.
+
+        Parameters that have a gradient already count as used.
+        """
         params = self._params
         self._used = used = weakref.WeakSet(
             param
@@ -261,9 +265,9 @@ class FSDP2Engine(Engine):
         return used
 
     def _drop_unused(self) -> None:
-        """No gradient where no rank used the parameter, instead of those zeros; the ranks have to ask each other.
+        """Drop the zeros that parameters have as gradients if no rank used them. The ranks have to ask each other.
 
-        Who used all of them knows the answer, and does not wait for it.
+        A rank that used all of them knows the answer, and does not wait for it.
         """
         if self._used is None:
             return
@@ -287,14 +291,14 @@ class FSDP2Engine(Engine):
         self._undo.append(undo)
 
     def _put_back(self, depth: int) -> None:
-        """Undo what has been switched since `depth`."""
+        """Undo what `_switch` has set since `depth`."""
         while len(self._undo) > depth:
             for group, flags in self._undo.pop():
                 group.__dict__.update(flags)
 
 
 def _make_unsharded(params: Iterable[FSDPParam]) -> None:
-    """What a first gather would make, without its data."""
+    """Make what the first gather would make, without the data."""
     for param in params:
         if hasattr(param, "_unsharded_param") or hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
             continue

@@ -1,9 +1,13 @@
-"""What the groups of `fully_shard` hold in the middle of a window: taken out, and put back.
+"""Takes out, and puts back, the gradients that the groups of `fully_shard` hold in the middle of a window.
 
-A parameter's gradient is in one of three forms there: whole, where a held backward leaves it; a piece, reduced to this
-rank's shard in its group's partial output, under `sync="shard"`; or reduced over all ranks, at the parameter itself. A
-gradient that is taken out has one dimension more, of size 1, for each of the mesh's that it has been reduced over, so
-that its form can be told.
+A gradient has one of three forms there:
+
+- whole, where a held backward leaves it;
+- a piece, reduced to this rank's shard, in its group's partial output (`sync="shard"`);
+- reduced over all ranks, at the parameter itself.
+
+A gradient that is taken out has an additional first dimension for each mesh dimension that it was reduced over, which
+tells its form. Such a dimension has size 1; in an empty piece, 0.
 """
 
 from __future__ import annotations
@@ -23,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def take(groups: Iterable[FSDPParamGroup], used: Collection[FSDPParam]) -> dict[nn.Parameter, torch.Tensor]:
-    """What is held, by parameter; not a copy.
+    """The held gradients, by parameter; not copies.
 
-    Of a partial output, what this rank has not `used` and has no part of is empty: at the boundary the ranks ask each
-    other.
+    A piece is empty if this rank has not `used` the parameter and the piece is all zeros: at the boundary the ranks ask
+    each other who has used it.
     """
     held: dict[nn.Parameter, torch.Tensor] = {}
     for group in groups:
@@ -54,7 +58,7 @@ def take(groups: Iterable[FSDPParamGroup], used: Collection[FSDPParam]) -> dict[
 
 
 def put(groups: Iterable[FSDPParamGroup], gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
-    """Hold these, and nothing else."""
+    """Hold these gradients and no others."""
     for group in groups:
         pieces: dict[FSDPParam, torch.Tensor] = {}
         group._partial_reduce_output = None
@@ -78,7 +82,7 @@ def put(groups: Iterable[FSDPParamGroup], gradients: Mapping[nn.Parameter, torch
 def check_pieces(
     params: Iterable[FSDPParam], gradients: Mapping[nn.Parameter, torch.Tensor]
 ) -> dict[FSDPParam, torch.Tensor]:
-    """The parts of partial outputs among these; raise if one is of another shard than this rank's."""
+    """The pieces among `gradients`; raise if one, or a reduced gradient, has another shape than this rank's shard."""
     pieces: dict[FSDPParam, torch.Tensor] = {}
     for param in params:
         form = _form(param, gradients)
@@ -111,11 +115,11 @@ def _put_pieces(group: FSDPParamGroup, pieces: Mapping[FSDPParam, torch.Tensor])
     _torch.set_partial_layout(group, layout)
     for param, place in _pieces(group).items():
         if param in pieces:
-            place.copy_(pieces[param].sum(0))  # of none or of one
+            place.copy_(pieces[param].sum(0))  # its first dimension has size 0 or 1
 
 
 def _pieces(group: FSDPParamGroup) -> dict[FSDPParam, torch.Tensor]:
-    """Views of a group's partial output: what it has of each parameter's shard, in the shard's shape."""
+    """The pieces in a group's partial output, by parameter: views, in the shape of this rank's shard."""
     output = group._partial_reduce_output
     if output is None:
         return {}

@@ -1,4 +1,4 @@
-"""What a `fully_shard` model may be set to that gradsync cannot keep exact, or that this torch cannot do."""
+"""Refuses settings of a `fully_shard` model that gradsync cannot keep exact, or that this torch cannot do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refuse_other_reductions(groups: Iterable[FSDPParamGroup], states: Iterable[A
 
 
 def insist_on_shards(groups: Sequence[FSDPParamGroup]) -> None:
-    """Raise where a group cannot reduce zeros for what a micro-batch did not use."""
+    """Raise if a group cannot reduce zeros for parameters that a micro-batch did not use."""
     if not _torch.can_reduce_unused(groups):
         raise GradSyncError(
             'sync="shard" needs torch 2.13 or later on a fully sharded model, because before that a group cannot '

@@ -7,8 +7,8 @@ stores), so the worker asks for the GIL; if the interpreter is finalising by the
 `pthread_exit`, which unwinds through a destructor that may not throw. `destroy_process_group` does not help: the
 workers end with the group's last reference, and any living DDP holds one. See pytorch#190489.
 
-The cure is to see to it that no worker has anything to drop. Nothing of the user's is touched, and no other rank is
-needed: an all_reduce of no elements stays on this one.
+The cure: wait until no worker has anything to drop. It touches nothing of the user's, and needs no other rank, because
+an all_reduce of no elements stays on this rank.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _settle_group(group: dist.ProcessGroup, deadline: float) -> bool:
 
 
 def _settle(backend: Any, deadline: float) -> bool:
-    # A worker that takes up an operation is done with the one before. Queue operations until each worker has dropped
-    # one: whose thread that was, the tensor's own end tells.
+    # A worker that begins an operation has dropped the one before. So queue operations until each worker has dropped
+    # one. A weak reference to the operation's tensor tells which thread dropped it.
     seen: set[int] = set()
     while len(seen) < backend.options._threads:
         known, released = len(seen), threading.Event()
@@ -54,11 +54,11 @@ def _settle(backend: Any, deadline: float) -> bool:
         left = deadline - time.monotonic()
         if left <= 0 or not released.wait(left):
             return False
-        del watch  # a weak reference must outlive what it watches, or it tells nothing
+        del watch  # not before: a weak reference that dies first tells nothing
         if len(seen) == known:
-            time.sleep(0.001)  # the worker that is missing is busy still
-    # The last of those is being dropped under the queue's lock, so that queueing one more waits for it. This one's
-    # tensor stays ours: dropping it lowers a count, and needs no GIL in the end.
+            time.sleep(0.001)  # the missing worker is still busy
+    # The last operation may still be being dropped, under the queue's lock: queueing one more waits for that. This
+    # function keeps the tensor of that one, so that dropping it only lowers a count, and needs no GIL in the end.
     tensor = torch.empty(0)
     unshared = sys.getrefcount(tensor)
     backend.allreduce([tensor])
@@ -70,7 +70,7 @@ def _settle(backend: Any, deadline: float) -> bool:
 
 
 def _queue_dropped(backend: Any, seen: set[int], released: threading.Event) -> weakref.ref[torch.Tensor]:
-    """Queue an operation whose tensor nobody but its worker holds; that thread's id goes to `seen` as it lets go."""
+    """Queue an operation whose tensor only its worker holds; `seen` gets the id of the thread that drops it."""
     caller = threading.get_ident()
 
     def note(_: object) -> None:

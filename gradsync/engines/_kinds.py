@@ -1,4 +1,4 @@
-"""Which of DDP's engines is for which DDP."""
+"""Chooses the engine for a `DistributedDataParallel`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-# By which a group of gradsync's own is found again among torch's.
+# The description by which gradsync finds a group of its own among torch's groups.
 _DESCRIPTION = "gradsync: the ranks of both dimensions of a mesh"
 
 
@@ -29,10 +29,10 @@ def one_dimension(groups: Sequence[FSDPParamGroup]) -> dist.ProcessGroup:
 
 
 def whole_group(groups: Sequence[FSDPParamGroup]) -> dist.ProcessGroup | None:
-    """The group of both of HSDP's dimensions, made once; None where there is one dimension only.
+    """The group of all ranks along both of HSDP's dimensions, made once; None if there is only one dimension.
 
-    Collective over these ranks where it is made. Torch keeps the groups that there are, until they are destroyed, and
-    so each engine on such a mesh finds what the first one made.
+    Making it is collective over these ranks. torch keeps a group until it is destroyed, so that later engines on the
+    same mesh find the group that the first engine made.
     """
     info = groups[0].mesh_info if groups else None
     if not (isinstance(info, FSDPMeshInfo) and isinstance(info, DDPMeshInfo)):
@@ -49,7 +49,7 @@ def whole_group(groups: Sequence[FSDPParamGroup]) -> dist.ProcessGroup | None:
 
 
 def other_dimensions(groups: Sequence[FSDPParamGroup]) -> list[dist.ProcessGroup]:
-    """The groups of the dimensions that parameters have beside the data-parallel ones."""
+    """The groups of the mesh dimensions that parameters have beside the data-parallel dimensions."""
     found: dict[dist.ProcessGroup, None] = {}
     for group in groups:
         mine = set(group.mesh_info.mesh.mesh_dim_names or ())

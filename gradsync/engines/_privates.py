@@ -1,7 +1,7 @@
-"""What the engines touch of torch's privates: names, by engine and by what has them.
+"""The private names of torch that the engines use, by engine and by the object that has them.
 
-Asked once, when the first engine of a kind is made, so that a torch that has changed says so before it is used; and by
-`tests/engines/test_torch_ddp.py`, with what is there only after a backward.
+They are looked up whenever an engine is made, so that a torch that has changed is noticed before it is used. The tests
+(`tests/engines/test_torch_ddp.py`, `test_torch_sharded.py`) also look up those that exist only after a backward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NEWEST_TRIED = (2, 15)
 
-# By engine: where, as a path from what the engine is made of, and what is there. "a|b": either, by the torch's version.
+# By engine: the path to an object, from what the engine is made of, and its names. "a|b": either, by torch's version.
 PRIVATES: dict[str, dict[str, str]] = {
     "ddp": {
         "ddp": """
@@ -70,7 +70,7 @@ PRIVATES: dict[str, dict[str, str]] = {
     },
 }
 
-# The same for what torch makes as a model first runs: only the tests can look at that.
+# The same for names that exist only when a model has run: only the tests can look them up.
 MADE_LATER: dict[str, dict[str, str]] = {
     "fsdp1": {
         "module": "_all_fsdp_states _post_backward_callback_queued _post_backward_stream _all_reduce_stream",

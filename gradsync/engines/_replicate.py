@@ -1,6 +1,7 @@
 """The composable `replicate`: a `DistributedDataParallel` of the module's parameters, behind hooks of the module.
 
-It is made as the first forward begins, from what `replicate` was told, and its switch is read there.
+torch makes the DDP when the first forward begins, from the arguments of `replicate`, and reads its `_no_sync` in each
+forward.
 
 Private in torch (read in torch 2.13; `tests/engines/test_torch_sharded.py` fails when it changes): of
 `replicate.state(module)` `lazy_init`, `_init_args`, `_ddp`, `_no_sync`, `_param_list`, `_param_names`.
@@ -32,11 +33,11 @@ class _Replicated(DDPEngine):
 
     @property
     def carrier(self) -> None:
-        return None  # its user has no DDP in hand
+        return None  # the user has no DDP
 
     def hold(self) -> Any:
         found = self._state._no_sync, super().hold()
-        self._state._no_sync = True  # its hook writes this over DDP's own switch in each forward
+        self._state._no_sync = True  # in each forward, a hook sets DDP's own flag from this one
         return found
 
     def restore(self, found: Any) -> None:

@@ -1,4 +1,4 @@
-"""No hook of the user's runs where the reducer is touched and there is no gradient."""
+"""Keeps users' hooks from running when gradsync runs the reducer's hooks without a gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class silent:  # noqa: N801 - reads as a word where it is used
-    """Context manager: users' hooks on these parameters do not run, for there is no gradient of theirs."""
+    """Context manager: inside, users' hooks on these parameters do not run, because no gradient arrives."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         dicts = ((p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)) for p in parameters)

@@ -1,6 +1,7 @@
-"""Where versions of torch differ in what the engines touch: one function a difference, told by what is there.
+"""What differs between versions of torch: a function for each difference, so that no engine knows versions.
 
-Tried with torch 2.9 to 2.15; `docs/torch-versions.md` has what passed. An engine asks here, and has no versions itself.
+The functions look at what exists, not at version numbers. Tried with torch 2.9 to 2.15; `docs/torch-versions.md` has
+what passed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def ddp_finalizes_by_hand(ddp: DistributedDataParallel) -> bool:
-    """Whether its user ends each reduction with a call of their own; torch 2.15 and later."""
+    """Whether the user must call a method to end each reduction; torch 2.15 and later."""
     return bool(getattr(ddp, "require_manual_backward_finalization", False))
 
 
@@ -30,7 +31,7 @@ def ddp_finalizes_by_hand(ddp: DistributedDataParallel) -> bool:
 
 
 def groups_of(state: Any) -> Sequence[FSDPParamGroup]:
-    """The parameter groups of a state; torch 2.11 and before: one or None."""
+    """The parameter groups of a state; until torch 2.11, there is one at most."""
     if hasattr(state, "_fsdp_param_groups"):
         groups: Sequence[FSDPParamGroup] = state._fsdp_param_groups
         return groups
@@ -43,12 +44,12 @@ def can_reduce_unused(groups: Iterable[FSDPParamGroup]) -> bool:
 
 
 def finalizes_by_hand(state: Any) -> bool:
-    """Whether its user ends each backward with a call of their own; torch 2.15 and later."""
+    """Whether the user must call a method to end each backward; torch 2.15 and later."""
     return bool(getattr(state._state_ctx, "manual_backward_finalization", False))
 
 
 def begin_backward(state: Any) -> None:
-    """What torch 2.15 notes as a backward begins, and insists on as it ends."""
+    """Set the flag that torch 2.15 sets when a backward begins, and requires when it ends."""
     if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
         state._state_ctx.manual_backward_finalization_active = False
 
@@ -56,7 +57,7 @@ def begin_backward(state: Any) -> None:
 def reset_iteration(root: Any) -> None:
     """Bring a root out of a forward or backward that an exception has ended, and keep every gradient.
 
-    Torch itself drops partial reductions then, and from 2.15 on all gradients.
+    torch itself drops partial reductions then, and from 2.15 on all gradients.
     """
     groups = [group for state in root._state_ctx.all_states for group in groups_of(state)]
     partial = [(group, group._partial_reduce_output, partial_layout(group)) for group in groups]
@@ -117,14 +118,14 @@ def _wait_for(stream: Any, running: Iterable[Any]) -> None:
 
 
 def whole_gradient(param: FSDPParam) -> torch.Tensor | None:
-    """What a parameter holds, not reduced: where its backward left it, or, before torch 2.15, cast, beside that."""
+    """A parameter's gradient that is not reduced; before torch 2.15, one that was cast has a place of its own."""
     if param.unsharded_accumulated_grad is not None:
         return param.unsharded_accumulated_grad
     return param._unsharded_param.grad if hasattr(param, "_unsharded_param") else None
 
 
 def set_whole_gradient(param: FSDPParam, gradient: torch.Tensor | None) -> None:
-    """Have a parameter hold this, and nothing else; a gradient needs its unsharded parameter made."""
+    """Have a parameter hold this gradient, or none. Before a gradient, its unsharded parameter must be made."""
     if "unsharded_accumulated_grad" in vars(param):
         param.unsharded_accumulated_grad = gradient
         gradient = None
@@ -137,7 +138,7 @@ def set_whole_gradient(param: FSDPParam, gradient: torch.Tensor | None) -> None:
 
 
 def prepare_unsharded(param: FSDPParam) -> None:
-    """The dtypes that torch 2.15 wants to know before it makes an unsharded parameter; otherwise known later."""
+    """Set the dtypes that torch 2.15 needs before it makes an unsharded parameter; it would set them later."""
     if not hasattr(param, "reduce_dtype"):
         param.init_dtype_attrs(param.mp_policy)
 
@@ -146,14 +147,14 @@ Layout = dict["FSDPParam", tuple[int, int]]  # where a parameter's piece begins,
 
 
 def partial_layout(group: FSDPParamGroup) -> Layout:
-    """How a group's partial output is put together; before torch 2.15, of all parameters in their order."""
+    """The layout of a group's partial output; before torch 2.15, all parameters in their order."""
     if hasattr(group, "_partial_reduce_output_layout"):
         return dict(group._partial_reduce_output_layout)  # pyright: ignore[reportAttributeAccessIssue]
     return {} if group._partial_reduce_output is None else new_layout(group)
 
 
 def new_layout(group: FSDPParamGroup) -> Layout:
-    """The layout of a partial output of all parameters that are trained, used or not, in the group's order."""
+    """The layout of a partial output with all trainable parameters, used or not, in the group's order."""
     layout: Layout = {}
     start = 0
     for param in group.fsdp_params:
@@ -164,7 +165,7 @@ def new_layout(group: FSDPParamGroup) -> Layout:
 
 
 def set_partial_layout(group: FSDPParamGroup, layout: Layout) -> None:
-    """Say how the partial output that the group has been given is put together; before torch 2.15 it is implied."""
+    """Tell a group the layout of its partial output; before torch 2.15 the layout is implied."""
     if hasattr(group, "_partial_reduce_output_layout"):
         group._partial_reduce_output_layout = dict(layout)  # pyright: ignore[reportAttributeAccessIssue]
 

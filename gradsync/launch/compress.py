@@ -1,11 +1,11 @@
 """Gradients that travel in bfloat16: half the bytes, three significant digits.
 
-torch has such a hook, and refuses it on a CPU by the name of its function (torch 2.13, `DDP._check_comm_hook`), though
-gloo adds bfloat16 up well. This one works on every backend. It and its state can be pickled, for a
-`DistributedDataParallel` keeps both and is pickled with them.
+torch has such a hook, but refuses it on a CPU by its name (torch 2.13, `DDP._check_comm_hook`), although gloo can add
+up bfloat16. The hook here works on every backend. It and its state can be pickled, because a `DistributedDataParallel`
+is pickled with both.
 """
 
-# No annotations from __future__: torch reads those of a hook, and takes no strings.
+# No annotations from __future__: torch reads the annotations of a hook, and takes no strings.
 
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,7 @@ class Over:
 def compress_gradients(ddp: DistributedDataParallel) -> None:
     """Have the gradients of a `DistributedDataParallel` travel in bfloat16. Twice is the same as once."""
     if "comm_hook" not in ddp._get_ddp_logging_data():
-        # A copy has its original's list of hooks, and a reducer without any of them.
+        # A copied DDP has the list of hooks of the original, but a reducer without hooks.
         ddp._comm_hooks = [(hook, state) for hook, state in ddp._comm_hooks if hook is not compressed_mean]
         ddp.register_comm_hook(Over(ddp.process_group), compressed_mean)
         return
@@ -48,11 +48,11 @@ def compress_gradients(ddp: DistributedDataParallel) -> None:
 
 
 def compressed_mean(state: Over, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean of a bucket over the ranks: each rank's share is rounded to bfloat16 and they are added up in it."""
+    """The mean of a bucket over the ranks: each rank's share is rounded to bfloat16, and added up in bfloat16."""
     buffer = bucket.buffer()
     group = state.group or dist.group.WORLD
     assert group is not None, "a reducer has a group"
-    # Divided first, as DDP does: a sum of many ranks may be out of reach where their mean is not.
+    # Divided first, like in DDP: the sum over many ranks may overflow where their mean does not.
     share = buffer.to(torch.bfloat16).div_(group.size())
     travelling = dist.all_reduce(share, group=group, async_op=True).get_future()  # pyright: ignore[reportOptionalMemberAccess]
 

@@ -27,7 +27,7 @@ def ddp(model: nn.Module, *, compress: Literal["bf16"] | None = None, **kwargs: 
     """
     check_compress(compress)
     require_group("gradsync.ddp")
-    home = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    home = getattr(model, "_orig_mod", model)  # the module that torch.compile has wrapped
     if not isinstance(home, DistributedDataParallel):
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size(_group(kwargs)) > 1
         if not several or not any(parameter.requires_grad for parameter in model.parameters()):
@@ -45,7 +45,7 @@ def _group(kwargs: dict[str, Any]) -> dist.ProcessGroup | None:
 
 
 def _on_its_device(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """With the accelerator's number as `device_ids`, where all of the model is on one."""
+    """The keywords, with the accelerator's number as `device_ids` if all of the model is on one."""
     devices = {parameter.device for parameter in model.parameters()}
     device = next(iter(devices))
     if len(devices) > 1 or device.type == "cpu" or device.index is None:

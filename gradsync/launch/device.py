@@ -1,4 +1,4 @@
-"""Which device is a rank's own, and which backend moves tensors of its kind."""
+"""Chooses a rank's device, and the backend that moves its tensors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def default_backend() -> str:
 
 
 def device_of(local_rank: int, backend: str | None) -> torch.device:
-    """The device of the host's rank `local_rank`; `backend` is what moves its tensors, None on one rank alone.
+    """The device of the host's rank `local_rank`. `backend` moves its tensors; it is None if there is only one rank.
 
-    Without an accelerator it is the CPU, and also where the backend cannot move the accelerator's tensors: no backend
-    moves those of mps.
+    The device is the CPU if there is no accelerator, or if the backend cannot move its tensors: no backend moves those
+    of mps.
     """
     kind = _accelerator()
     if kind is None or (backend is not None and not _moves(backend, kind)):
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     if count == 1:
-        return torch.device(kind, 0)  # all that this process may see, whatever its number on the host is
+        return torch.device(kind, 0)  # the only one that this process sees, whatever its number on the host
     if local_rank >= count:
         raise GradSyncError(
             f"Each rank needs a device of its own, but LOCAL_RANK is {local_rank} on a host with {count} {kind} "
@@ -46,6 +46,6 @@ def _accelerator() -> str | None:
 
 
 def _moves(backend: str, kind: str) -> bool:
-    if ":" in backend:  # "cpu:gloo,cuda:nccl" names the kinds itself
+    if ":" in backend:  # "cpu:gloo,cuda:nccl" names the kinds
         return kind in {part.partition(":")[0] for part in backend.lower().split(",")}
     return kind in dist.Backend.backend_capability.get(backend.lower(), [kind])

@@ -1,9 +1,9 @@
-"""A store that knows nothing of the attempts before, for the ranks that torchrun has restarted.
+"""A store without the keys of earlier attempts, for ranks that torchrun has restarted.
 
 torchrun keeps one TCPStore through all restarts of a job and gives its ranks no prefix in it (torch 2.13; see
 pytorch#135712). A restarted rank then finds the addresses that gloo wrote there in the attempt before, and connects to
-processes that are dead: measured with two ranks, 3 of 4 restarts failed that way. TORCHELASTIC_RESTART_COUNT would not
-do as a prefix: each host counts its own failures. So the ranks agree on a name that was never used.
+processes that are dead: measured with two ranks, 3 of 4 restarts failed that way. TORCHELASTIC_RESTART_COUNT is no
+prefix, because each host counts its own failures. So the ranks agree on a name that was never used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_shared() -> bool:
 
 
 def fresh_store(timeout: timedelta = default_pg_timeout) -> tuple[Any, int, int]:
-    """A store for the ranks of this attempt, this one's rank, and their number. Collective."""
+    """A store for the ranks of this attempt, this process's rank, and the number of ranks. Collective."""
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))  # type: ignore[attr-defined]
     store.set_timeout(timeout)
     attempts = dist.PrefixStore("gradsync/attempts", store)  # type: ignore[attr-defined]
@@ -39,9 +39,9 @@ def fresh_store(timeout: timedelta = default_pg_timeout) -> tuple[Any, int, int]
 
 
 def _agree(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Rank 0 proposes a name; it holds for those ranks that rank 0 says have answered it.
+    """Rank 0 proposes a name, each rank answers, and rank 0 confirms the answers. A rank waits for its own among them.
 
-    What dead ranks have left behind does no harm: a proposal of theirs is confirmed for them, if at all.
+    What dead ranks have left in the store does no harm: their proposal was confirmed for their answers, if at all.
     """
     mine = uuid.uuid4().hex
     if rank == 0:

@@ -1,9 +1,9 @@
-"""How a rank leaves the job: cleanly, or after an exception without a wait for ranks that will not answer.
+"""Ends a rank's process groups: cleanly, or after an exception without waiting for ranks that will not answer.
 
-`destroy_process_group` on nccl may wait for kernels that the device has not finished. After an exception on this rank
-alone these wait for the other ranks, which wait for this one: the process would stand still before Python prints what
-happened. Hence the traceback is printed at once, and the group aborted, which waits for nothing (torch 2.13:
-`distributed_c10d._abort_process_group`). gloo has nothing pending on a device, and is left as on any other day.
+`destroy_process_group` on nccl may wait for kernels that the device has not finished. After an exception on one rank,
+these kernels wait for the other ranks, which wait for this rank: the process would hang before Python prints the error.
+So the traceback is printed at once, and the group is aborted, which waits for nothing (torch 2.13:
+`distributed_c10d._abort_process_group`). gloo has nothing pending on a device: its group is destroyed as usual.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHORT = 1.0  # seconds for gloo's workers, which may hang on a rank that is los
 
 
 def leave(error: BaseException | None) -> None:
-    """End all process groups; `error` is what ends this rank, None in the end of a job."""
+    """End all process groups; `error` is what ends this rank, None at the end of a job."""
     failed = error is not None and not _is_good_exit(error)
     _end_travels(warns=not failed)
     if failed and _may_wait_for_a_device():
@@ -37,7 +37,7 @@ def leave(error: BaseException | None) -> None:
 
 
 def _end_travels(*, warns: bool) -> None:
-    """What travels (`overlap`) will not arrive: parameters are the last true ones again."""
+    """Give up gradients that travel (`overlap`): parameters are the last true ones again."""
     for travelling in list(TRAVELLING):
         name = travelling.run.name
         travelling.abandon()
@@ -50,7 +50,7 @@ def _is_good_exit(error: BaseException) -> bool:
 
 
 def _may_wait_for_a_device() -> bool:
-    """Whether some group has a backend that runs its collectives on a device: whatever is not gloo, such as nccl."""
+    """Whether some group has a backend that runs its collectives on a device: any but gloo, such as nccl."""
     pairs = [
         pair.partition(":")[::2]
         for config in distributed_c10d._world.pg_backend_config.values()
@@ -72,5 +72,5 @@ def _print_at_once(error: BaseException) -> None:
 def _abort() -> None:
     try:
         distributed_c10d._abort_process_group()
-    except RuntimeError as unable:  # a backend that does not know how to
+    except RuntimeError as unable:  # not every backend can
         print(f"The process group could not be aborted: {unable}", file=sys.stderr, flush=True)  # noqa: T201

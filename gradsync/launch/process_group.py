@@ -1,4 +1,4 @@
-"""`process_group`: the ranks of a job under torchrun, from their first meeting to a clean end."""
+"""`process_group`: initialises the process group of a job under torchrun, and ends it cleanly."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def process_group(backend: str | None = None, timeout: timedelta | float | None 
 
 
 class GroupContext:
-    """What `process_group` returns: to be entered with `with`, where it gives the `World`."""
+    """What `process_group` returns: a context manager that gives the `World`."""
 
     def __init__(self, backend: str | None, timeout: timedelta | None) -> None:
         self._backend = backend
         self._timeout = timeout
         self._entered = False
-        self._begun = False  # whether this has initialised a group, which it then ends
+        self._begun = False  # whether this has initialised a group, and so must end it
 
     def __enter__(self) -> World:
         if self._begun:
@@ -102,7 +102,7 @@ class GroupContext:
 
         def __getattr__(self, name: str) -> Any:
             if name in {field.name for field in fields(World)}:
-                self._entered = True  # which is said herewith, and no second time as this ends
+                self._entered = True  # this error says so: `__del__` must not warn as well
                 raise GradSyncError(f"gradsync.process_group() has no {name} before it is entered. {_USE}")
             raise AttributeError(f"gradsync.process_group() has no attribute {name!r}. {_USE}")
 

@@ -1,9 +1,9 @@
 """Gradients that travel while the next window computes.
 
-`travel.py` has the communication hook, and `attach.py` puts it on a DDP; `saved.py` and `provisional.py` are the step
-that a rank makes with its own gradients until the others' arrive, `flying.py` is a window's way from its boundary to
-its landing, `watch.py` looks out meanwhile, and `check.py` says where it cannot be. Nothing in here knows of the
-decorator.
+`travel.py` has the communication hook, and `attach.py` puts it on a DDP. `provisional.py` makes a step with the rank's
+own gradients until the means arrive, and `saved.py` undoes it. `flying.py` takes a window from its boundary to its
+landing, `watch.py` notices writes to the parameters meanwhile, and `check.py` raises where overlap is impossible.
+Nothing in here knows of the decorator.
 """
 
 from gradsync.overlap.attach import attach

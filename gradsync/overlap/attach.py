@@ -1,4 +1,4 @@
-"""The hook on a `DistributedDataParallel`, registered once.
+"""Registers the hook on a `DistributedDataParallel`, once.
 
 Private in torch (read in torch 2.13; tests/overlap/test_travel.py fails when it changes): `ddp._comm_hooks`, and
 "comm_hook" in `ddp._get_ddp_logging_data()`, which alone tells of hooks that are not written in Python.
@@ -24,9 +24,9 @@ def attach(
     ledger: nn.Parameter | None = None,
     flagged: Sequence[nn.Parameter] = (),
 ) -> Travel:
-    """The hook's state on `ddp`, registered if it is not there yet; not collective.
+    """Register the hook on `ddp` if it is not there yet, and return its state. Not collective.
 
-    A ledger and what it flags are those of the DDP behind bare modules.
+    Only the DDP behind bare modules has a `ledger`, with flags for the parameters in `flagged`.
     """
     for hook, state in ddp._comm_hooks:
         if hook is travel and isinstance(state, Travel):
@@ -57,12 +57,12 @@ def foreign_hook(ddp: DistributedDataParallel) -> str:
 
 
 def _register_again(ddp: DistributedDataParallel, state: Travel) -> None:
-    """Register with a reducer that was made by unpickling, unless somebody who rebuilt that one has done so."""
+    """Register with a reducer that unpickling has made, unless whoever rebuilt it has registered the hook."""
     ddp._comm_hooks.clear()
     try:
         ddp.register_comm_hook(state, travel)
     except RuntimeError as error:
         if "once" not in str(error):
             raise
-    # Where torch refused a second one, it had been noted already.
+    # Registered now, or refused because it was registered already: the list has the hook once.
     ddp._comm_hooks[:] = [(travel, state)]

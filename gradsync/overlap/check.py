@@ -1,4 +1,4 @@
-"""Where gradients cannot travel while the next window computes: each said in a sentence.
+"""Raises where gradients cannot travel while the next window computes.
 
 Private in torch (read in torch 2.13; tests/overlap/test_check.py fails when it changes): `ddp._use_python_reducer`.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-# By name, for the import of torch.distributed.optim takes long; a step that communicates is found as it is made, too.
+# By name, because importing torch.distributed.optim takes long. Other steps that communicate are found when they run.
 _COMMUNICATES = {
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer",
     "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer",
@@ -30,7 +30,7 @@ _COMMUNICATES = {
 
 
 def check_settings(overlap: object, steps: object, *, sync: str) -> int:
-    """`overlap`, if it is what the decorator takes; a TypeError or ValueError if not."""
+    """Return `overlap`; raise a TypeError or ValueError if the decorator does not take it."""
     if not isinstance(overlap, int) or isinstance(overlap, bool):
         raise TypeError(
             f"overlap needs the number of micro-batches that run while gradients travel, but came as {overlap!r}, a "
@@ -49,7 +49,7 @@ def check_settings(overlap: object, steps: object, *, sync: str) -> int:
 
 
 def check_scaler(scaler: GradScaler | None) -> None:
-    """Raise if there is one that scales."""
+    """Raise if there is a scaler and it is enabled."""
     if scaler is not None and scaler.is_enabled():
         raise GradSyncError(
             "overlap needs gradients as they are, for a provisional update before the true one, but a GradScaler "
@@ -58,7 +58,7 @@ def check_scaler(scaler: GradScaler | None) -> None:
 
 
 def check_ddp(ddp: nn.Module) -> None:
-    """Raise unless gradients of `ddp`, an engine's module, can travel."""
+    """Raise unless the gradients of `ddp`, an engine's module, can travel."""
     if not isinstance(ddp, DistributedDataParallel):
         raise GradSyncError(
             "overlap needs a bare model, or a DistributedDataParallel, whose gradients it can send a copy of, but "
@@ -88,7 +88,7 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 
 def check_compress(compress: object) -> torch.dtype | None:
-    """The dtype in which gradients travel, None for their own; a ValueError for anything else than None and "bf16"."""
+    """The dtype in which gradients travel, None for their own; raise a ValueError unless it is None or "bf16"."""
     if compress is None:
         return None
     if compress != "bf16":

@@ -3,9 +3,9 @@
     in_flight = depart(flights, optimizers, models, land)   as it closes
     in_flight = step_ahead(in_flight, factor=...)           the provisional step, with the gradients that are there
     in_flight = go_back(in_flight)                          parameters are the last true ones again; waits for nothing
-    with landing(in_flight):                                they are, and have the true gradients: clip and step
+    with landing(in_flight):                                inside, they also have the true gradients: clip and step
 
-Each returns what the next takes, and leaves what it was given as good as before.
+Each function returns what the next one takes. Its argument can still be used.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class InFlight:
     """The gradients of one window between their departure and their landing."""
 
     flights: Sequence[Flight]
-    who: Who  # held weakly: whoever drops a model and its optimizer frees them, and what travels with them
+    who: Who  # refers weakly: dropping a model and its optimizer frees them, and what travels with them
     parameters: Sequence[nn.Parameter]  # those that travel, and those of the optimizers
     all_used: bool  # by this rank
     watch: Watch
-    saved: Saved | None = None  # where a provisional step is to be undone
-    spare: Saved | None = None  # memory for the next
+    saved: Saved | None = None  # undoes the provisional step, if one was made
+    spare: Saved | None = None  # memory for the next one
 
 
 def depart(
@@ -59,10 +59,10 @@ def depart(
     *,
     after: InFlight | None = None,
 ) -> InFlight:
-    """A window has closed, and `flights` have its gradients; on parameters are this rank's own.
+    """A window has closed: `flights` have its gradients, and `parameter.grad` still has this rank's own.
 
-    From here on a write to the parameters is noted, and `state_dict()` of the models, of what is in them, and of the
-    optimizers calls `land` first. `after` is one that has landed, whose memory serves again.
+    From here on, writes to the parameters are noticed, and `state_dict()` of the models, their modules and the
+    optimizers calls `land` first. `after` has landed; its memory is used again.
     """
     who = Who(models, [inner(optimizer) for optimizer in optimizers])
     travelling = [parameter for flight in flights for parameter in flight.parameters]
@@ -83,7 +83,7 @@ def step_ahead(
     clip_norm: float | None = None,
     nonfinite: Literal["step", "skip", "raise"] = "step",
 ) -> InFlight:
-    """Make the provisional step, as `provisional_step` does; own gradients are gone after it, whether made or not."""
+    """Call `provisional_step`. This rank's own gradients are gone afterwards, even if no step was made."""
     groups = {flight.group for flight in in_flight.flights}
     if dist.group.WORLD is not None:
         groups.add(dist.group.WORLD)
@@ -103,7 +103,7 @@ def step_ahead(
 
 
 def go_back(in_flight: InFlight) -> InFlight:
-    """Undo the provisional step, if there was one: parameters are the last true ones. Waits for nothing."""
+    """Undo the provisional step, if one was made: parameters are the last true ones. Waits for nothing."""
     if in_flight.saved is None:
         return in_flight
     in_flight.saved.put_back()
@@ -113,10 +113,11 @@ def go_back(in_flight: InFlight) -> InFlight:
 
 @contextmanager
 def landing(in_flight: InFlight) -> Iterator[None]:
-    """Inside, parameters are the last true ones, and their gradients the means over the ranks: make the true update.
+    """Inside, parameters are the last true ones and their gradients the means over the ranks: make the true update.
 
-    What a window that is open meanwhile holds in `grad` is taken out, and given back. If the parameters were written
-    to, or the gradients do not arrive, it is a GradSyncError, and the parameters stay the last true ones.
+    Gradients that the next window holds in `grad` are taken out, and put back afterwards. If somebody has written to
+    the parameters, or the gradients do not arrive, a GradSyncError is raised, and the parameters stay the last true
+    ones.
     """
     held = [(parameter, parameter.grad) for parameter in in_flight.parameters]
     try:

@@ -1,7 +1,7 @@
 """The provisional step: an update with this rank's own gradients, from which the next micro-batches go on.
 
-It is made as if it had not been: users' step hooks do not see it, nor the random numbers that others draw after it, and
-what it changes is saved before it.
+Nobody notices it: users' step hooks do not run, random numbers that are drawn after it do not change, and what it
+changes is saved first.
 
 Private in torch (read in torch 2.13; tests/overlap/test_provisional.py fails when it changes):
 `_optimizer_step_pre_hooks` and `_optimizer_step_post_hooks` of an optimizer, `_global_optimizer_pre_hooks` and
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def inner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside Accelerate's or Fabric's, which runs the hooks and has the state."""
+    """The optimizer inside Accelerate's or Fabric's wrapper; it runs the hooks and has the state."""
     while isinstance(inside := getattr(optimizer, "optimizer", None), torch_optimizer.Optimizer):
         optimizer = inside
     return optimizer
@@ -53,12 +53,12 @@ def provisional_step(
     groups: Iterable[dist.ProcessGroup] = (),
     spare: Saved | None = None,
 ) -> Saved | None:
-    """Step with the gradients that the parameters have; returns what undoes it, or None if it was not made.
+    """Step with the gradients that the parameters have; return what undoes the step, or None if none was made.
 
-    The gradients are this rank's own sums, and are gone afterwards. `factor` makes them its own mean, before they are
-    clipped by their own norm; None says that they weigh nothing, and then no step is made, nor with gradients that are
-    not finite, unless `nonfinite` is "step". `spare` is something saved that is not needed any more. A step that sends
-    anything to the ranks of `groups` is an error. If the step raises, it is undone.
+    The gradients are this rank's own sums, and are gone afterwards. They are multiplied by `factor`, which makes them
+    this rank's mean, and then clipped by their own norm. No step is made if `factor` is None, which means that the
+    gradients weigh nothing, or if they are not finite and `nonfinite` is not "step". The memory of `spare` is used
+    again. A step that sends anything to the ranks of `groups` is an error. If the step raises, it is undone.
     """
     optimizers = [inner(optimizer) for optimizer in optimizers]
     parameters = owned(optimizers)
@@ -86,14 +86,14 @@ def _step(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter], g
     listening = nullcontext() if before is not None else _Collectives()  # type: ignore[no-untyped-call]
     with unnoticed(optimizers, parameters), listening as collectives:
         for optimizer in optimizers:
-            # The instance's own step: a scheduler has put a wrapper there, by which it knows that it is not first.
+            # The instance's step: a scheduler wraps it, to know whether the optimizer has stepped before it.
             optimizer.step()
     if before != _numbers_sent(groups) or (collectives is not None and collectives.num_seen):
         raise GradSyncError(communicates(optimizers))
 
 
 def _numbers_sent(groups: Iterable[Any]) -> list[int] | None:
-    """How many collectives each group has begun; None where a backend does not count."""
+    """How many collectives each group has begun; None if a backend does not count them."""
     try:
         return [group._get_sequence_number_for_group() for group in groups]
     except RuntimeError:  # torch 2.13: "does not yet support sequence numbers", of backends that are not torch's own
@@ -101,7 +101,7 @@ def _numbers_sent(groups: Iterable[Any]) -> list[int] | None:
 
 
 class _Collectives(TorchDispatchMode):
-    """Counts the collectives that begin inside. It sees each operation, which takes longer than to ask the groups."""
+    """Counts the collectives that begin inside. It sees every operation, which is slower than to ask the groups."""
 
     num_seen = 0
 
@@ -112,7 +112,7 @@ class _Collectives(TorchDispatchMode):
 
 @contextmanager
 def unnoticed(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Hold back step hooks, those of the optimizers and those of all, and leave the random numbers as they were."""
+    """Inside, no step hooks run, neither optimizers' nor global ones. Random numbers are afterwards as before."""
     with ExitStack() as stack:
         for optimizer in optimizers:
             stack.enter_context(_instead(optimizer, "_optimizer_step_pre_hooks"))
@@ -126,7 +126,7 @@ def unnoticed(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter
 
 
 def communicates(optimizers: Sequence[Optimizer]) -> str:
-    """The text of an error."""
+    """The text of the error for optimizers that communicate."""
     names = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
     return (
         "With overlap each rank makes a provisional step of its own, in which it must not wait for other ranks, but a "
@@ -136,7 +136,7 @@ def communicates(optimizers: Sequence[Optimizer]) -> str:
 
 @contextmanager
 def _instead(owner: Any, name: str) -> Iterator[None]:
-    """No hooks in the place of those of `owner`; handles keep the dict that they remove themselves from."""
+    """Replace the hooks of `owner` by none. Their dict is kept, because handles remove themselves from it."""
     found = cast("OrderedDict[int, Any]", getattr(owner, name))
     if not found:
         yield

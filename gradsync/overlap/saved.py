@@ -1,9 +1,11 @@
-"""What an optimizer's step may change, saved, and put back to the bit.
+"""Saves what an optimizer's step may change, and puts it back to the bit.
 
-Tensors are copied, and copied back in place: they stay the objects that they are, which a CUDA graph counts on. The
-containers in `optimizer.state` get back what they held, so that what a step has created is gone: a momentum of zeros is
-not the same as none where there is dampening. In `param_groups` optimizers keep counters, and users learning rates: of
-those, only what the step itself has changed, and nobody since, is put back.
+Tensors are copied, and copied back in place: they stay the same objects, on which a CUDA graph depends. The containers
+in `optimizer.state` get back what they held, so that what a step has created is gone: with dampening, a momentum of
+zeros differs from no momentum. `param_groups` have optimizers' counters and users' learning rates: of these, only
+values that the step has changed, and nobody since, are put back.
+
+A picture is a snapshot of a value, from which the value is restored.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class Copies:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """What some optimizers' steps may change, from before them."""
+    """What the steps of some optimizers may change, as it was before them."""
 
     copies: Copies  # of the parameters, and of the tensors in the state
     states: Sequence[_Held]
@@ -83,7 +85,7 @@ class Saved:
 
     @classmethod
     def of(cls, optimizers: Sequence[Optimizer], spare: Saved | None = None) -> Saved:
-        """Save. `spare` is one that is not needed any more, whose memory serves again."""
+        """Save. The memory of `spare`, which is not needed any more, is used again."""
         tensors: list[torch.Tensor] = []
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -102,7 +104,7 @@ class Saved:
         return cls(Copies.of(tensors, () if spare is None else spare.copies.copies), states, groups)
 
     def after_step(self) -> Saved:
-        """The steps have been made: the same, with what they have changed in the parameter groups."""
+        """The same, with what the steps have changed in the parameter groups. Call it after them."""
         changed = [
             _Changed(group, key, was, _picture(now, _read) if now is not _ABSENT else now)
             for group, before in self.groups
@@ -112,7 +114,7 @@ class Saved:
         return replace(self, changed=changed)
 
     def emptied(self) -> Saved:
-        """The memory alone, for another: it holds nothing of what it was saved from."""
+        """Only the memory, for another: without the tensors and containers that were saved."""
         return Saved(Copies((), self.copies.copies), (), ())
 
     def put_back(self) -> None:
@@ -130,7 +132,7 @@ class Saved:
 
 
 def _picture(value: Any, keep: Callable[[torch.Tensor], Any]) -> Any:
-    """`value`, such that `_restore` gives it back whatever has become of it; tensors are up to `keep`."""
+    """A picture of `value`, for `_restore`; what stands for a tensor in it is the result of `keep`."""
     if isinstance(value, torch.Tensor):
         return keep(value)
     if isinstance(value, _PLAIN):
@@ -143,7 +145,7 @@ def _picture(value: Any, keep: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _restore(picture: Any) -> Any:
-    """What a picture is of, as it was; its owner is the same object."""
+    """Put back what a picture shows, into the same objects, and return it."""
     if isinstance(picture, _Reading):
         if picture.tensor._version != picture.version:
             with torch.no_grad():
@@ -165,7 +167,7 @@ def _restore(picture: Any) -> Any:
 
 
 def _same(picture: Any, now: Any) -> bool:
-    """Whether a value of a parameter group is what it was; without a look into tensors, which would wait for a GPU."""
+    """Whether a value of a parameter group is what it was. Reads no tensors, which would wait for a GPU."""
     if isinstance(picture, _Reading):
         return now is picture.tensor and now._version == picture.version
     if isinstance(picture, _Held):

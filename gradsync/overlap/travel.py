@@ -1,11 +1,10 @@
 """The communication hook with which gradients travel while the next window computes.
 
-torch takes one communication hook for a DistributedDataParallel, and keeps it for life. So this one does, outside of
-overlap, what DDP does without a hook, to the bit. Between `begin` and `end` it sends a copy of each bucket on its way
-and hands the bucket back as it came: the backward ends at once, and `parameter.grad` keeps this rank's own gradients.
+torch takes one communication hook for a DistributedDataParallel, for life. So outside of overlap this hook does what
+DDP does without a hook, to the bit. Between `begin` and `end` it sends a copy of each bucket and returns the bucket
+unchanged: the backward ends at once, and `parameter.grad` keeps this rank's own gradients.
 
-This file does without postponed annotations: DDP compares them with the classes themselves.
-
+Annotations are not postponed here, because DDP compares those of a hook with the classes themselves.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,7 +39,7 @@ class _Sent:
     places: Sequence[_Place]
 
     def arrive(self, memory: Memory) -> torch.Tensor:
-        """Wait; the mean, in the gradients' own dtype."""
+        """Wait, and return the mean in the gradients' own dtype."""
         self.work.wait()
         if self.copy.dtype == self.dtype:
             return self.copy
@@ -65,16 +64,16 @@ class Flight:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Whose gradients travel, without the ledger."""
+        """The parameters whose gradients travel, without the ledger."""
         every = (place.parameter for one in self.sent for place in one.places)
         return [parameter for parameter in every if parameter is not self.ledger]
 
     def arrive(self, *, all_used: bool = False) -> dict[nn.Parameter, torch.Tensor | None]:
         """Wait, and return the mean over the ranks by parameter; None for those that no rank has used.
 
-        `all_used` says that this rank has used all of them itself; the ledger then stays where it is. The gradients
-        are views of what travelled; when nobody holds them any more, its memory carries those of another window.
-        Nothing is sent here, so one rank may call it alone.
+        `all_used` says that this rank has used all of them itself; the ledger is then not read. The gradients are views
+        of what travelled; when nobody holds them any more, another window uses their memory. Nothing is sent here, so
+        one rank may call it alone.
         """
         means = [one.arrive(self.memory) for one in self.sent]
         arrived: dict[nn.Parameter, torch.Tensor | None] = {}
@@ -93,14 +92,14 @@ class Flight:
 
 @dataclass(eq=False)
 class Travel:
-    """What the hook of one DDP goes by.
+    """The state of the hook on one DDP.
 
-    `ledger` is the parameter whose gradient are flags, one for each of `flagged`, zero for those that a rank has not
-    used. It has a bucket of its own, and always travels in its own dtype. `dtype` is what gradients travel in, None for
-    their own; narrower ones are cast, divided by the number of ranks, and added up in it.
+    `ledger` is a parameter whose gradient is a flag for each of `flagged`: zero if a rank has not used it. It has a
+    bucket of its own, and always travels in its own dtype. `dtype` is the type in which gradients travel, None for
+    their own. If it is narrower, they are cast to it, divided by the number of ranks, and added up in it.
     """
 
-    group: dist.ProcessGroup | None = None  # None for that of all ranks
+    group: dist.ProcessGroup | None = None  # None: the group of all ranks
     ledger: nn.Parameter | None = None
     flagged: Sequence[nn.Parameter] = ()
     dtype: torch.dtype | None = None
@@ -109,13 +108,13 @@ class Travel:
 
     @property
     def everybody(self) -> dist.ProcessGroup:
-        """The ranks."""
+        """The group of the ranks."""
         group = dist.group.WORLD if self.group is None else self.group
         assert group is not None, "DDP needs one"
         return group
 
     def begin(self) -> None:
-        """From here on buckets travel, until `end`: right before the reducer is armed."""
+        """Let buckets travel from here until `end`. Call it right before the reducer is armed."""
         if self.departing is not None:
             raise GradSyncError(
                 "One window's gradients depart at a time, but those of another are departing from the same model. Call "
@@ -124,14 +123,14 @@ class Travel:
         self.departing = []
 
     def end(self) -> Flight:
-        """The reduction is complete: what has departed since `begin`. The hook is neutral again."""
+        """Return what has departed since `begin`; the hook then averages again. Call it after the reduction."""
         departed, self.departing = self.departing, None
         self.memory.clear()
         return Flight(departed or (), self.everybody, self.ledger, self.flagged, self.memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A DDP pickles with its hooks, but without its group, which is then that of all ranks; and when it comes back,
-        # its new reducer has no hook. What is on its way stays.
+        # A DDP is pickled with its hooks but without its group. A loaded one has the group of all ranks, and a new
+        # reducer without a hook. What travels is not pickled.
         return Travel, (None, self.ledger, list(self.flagged), self.dtype)
 
 
@@ -153,7 +152,7 @@ def travel(state: Travel, bucket: GradBucket) -> torch.futures.Future[torch.Tens
 def _average(
     buffer: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None
 ) -> torch.futures.Future[torch.Tensor]:
-    """What DDP would do without a hook, or, in a narrower dtype, with torch's own."""
+    """What DDP does without a hook, or, in a narrower dtype, with torch's own hook for that."""
     if dtype is not None:
         return _add_up(buffer.to(dtype).div_(group.size()), group).then(lambda sums: buffer.copy_(sums.value()[0]))
     if buffer.is_sparse:
@@ -171,18 +170,18 @@ def _add_up(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Fut
 
 
 def _share(buffer: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None, memory: Memory) -> torch.Tensor:
-    """A copy of this rank's bucket, divided: a sum over the ranks is then the mean."""
+    """A copy of this rank's bucket, divided by the number of ranks, so that the sum over them is the mean."""
     if buffer.is_sparse:
         return buffer.clone().div_(group.size())
     copy = memory.take(buffer, dtype or buffer.dtype)
     if dtype is not None:
         return copy.copy_(buffer).div_(group.size())
-    # DDP multiplies with the reciprocal, which is not the same to the bit as a division.
+    # DDP multiplies by the reciprocal, which is not the same to the bit as a division.
     return torch.mul(buffer, 1.0 / group.size(), out=copy)
 
 
 def _narrower(state: Travel, bucket: GradBucket, buffer: torch.Tensor) -> torch.dtype | None:
-    """What the gradients are to be cast to, if anything."""
+    """The dtype to which the gradients are cast; None if they are not."""
     if state.dtype is None or buffer.is_sparse or buffer.dtype.itemsize <= state.dtype.itemsize:
         return None
     if state.ledger is not None and any(parameter is state.ledger for parameter in bucket.parameters()):

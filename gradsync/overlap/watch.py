@@ -1,4 +1,4 @@
-"""While gradients travel: nobody writes to the parameters unnoticed, or saves provisional ones."""
+"""Notices writes to the parameters while gradients travel, and keeps provisional ones from being saved."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Watches parameters and optimizers from when it is made until `end`."""
+    """Watches parameters and optimizers, from its construction until `end`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], who: Who, land: Callable[[], object] | None) -> None:
         """`who` has the models, for their names and their `state_dict`, and the optimizers."""
         self._parameters = parameters
         self._who = who
         self._states = [_State(weakref.ref(one), one.state, one.param_groups) for one in who.optimizers]
-        self._dtypes = [parameter.dtype for parameter in parameters]  # which what travels can land on
+        self._dtypes = [parameter.dtype for parameter in parameters]  # the gradients that travel can land on these only
         self._hooks: list[_LandFirst] = []
         self.note()
         if land is not None:
@@ -35,7 +35,7 @@ class Watch:
             self._hooks = [_LandFirst(land, one) for one in (*modules.values(), *who.optimizers)]
 
     def note(self) -> None:
-        """The parameters and the optimizers' states are as they should be."""
+        """Take the parameters and the optimizers' states as they are now for right."""
         self._marks = [_Mark.of(parameter) for parameter in self._parameters]
         self._held = [list(_values(one.state)) for one in self._states]
 
@@ -54,9 +54,10 @@ class Watch:
                 raise GradSyncError(_WRITTEN.format(what=f"the state of {type(optimizer).__name__}"))
 
     def end(self) -> None:
-        """Nothing travels any more: the hooks go. The one that runs stays, deaf, until this is called once more.
+        """Nothing travels any more: remove the hooks.
 
-        Its model or optimizer goes through its hooks just then, and would not bear to lose one.
+        A hook that is running stays, without effect, until the next call: its model or optimizer is iterating over its
+        hooks, and must not lose one meanwhile.
         """
         for hook in self._hooks:
             hook.end()
@@ -73,7 +74,7 @@ _WRITTEN = (
 class _Mark(NamedTuple):
     """Where a parameter's values are, and how often they had been written to.
 
-    A write through `parameter.data` does not count; another tensor in the place of `data` is another memory.
+    A write through `parameter.data` does not count. Assigning another tensor to `data` changes the memory.
     """
 
     version: int
@@ -135,7 +136,7 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 class _LandFirst:
-    """A pre-hook of `state_dict`. A model that is pickled or copied meanwhile takes nothing of it along."""
+    """A pre-hook of `state_dict` that lands first. In a copied or pickled model, it does nothing."""
 
     def __init__(self, land: Callable[[], object], one: nn.Module | Optimizer) -> None:
         self._land: Callable[[], object] | None = land
@@ -162,7 +163,7 @@ class _LandFirst:
 
 
 class _Deaf:
-    """What a copy has in the place of the hook."""
+    """What a copied or pickled model has in place of the hook."""
 
     def __call__(self, *_: object) -> None:
         """Do nothing."""

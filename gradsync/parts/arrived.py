@@ -1,4 +1,4 @@
-"""Which parameters a backward has reached: known without hooks, and looked at only if it fails."""
+"""Finds the parameters that a failed backward has reached, almost without hooks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _State: TypeAlias = "tuple[int, int, bool, bool]"
 class Arrived:
     """The gradients before a backward, to be compared with those after it has failed.
 
-    A backward adds each parameter's whole gradient at once, and where it does, `grad` becomes another object or a
-    newer version of the same. The objects themselves are not kept: a reducer may put its own in their place, and the
-    old ones would then stay in memory, in the backward that lacks it. Views count their versions together (gradients
-    in a bucket), and so hooks watch these.
+    A backward adds a parameter's whole gradient at once, and `grad` is then another object, or a newer version of the
+    same. The old objects are not kept: if a reducer replaced them, they would stay in memory, in the backward that
+    lacks memory. Gradients that are views (in a bucket) share one version, so hooks watch these.
     """
 
     __slots__ = ("_before", "_handles", "_parameters", "_told")
@@ -63,10 +62,10 @@ def _state(gradient: torch.Tensor) -> _State:
 
 
 def _wait_for_threads(devices: Iterable[torch.device]) -> None:
-    """Where a backward has failed, each device's thread may still be at a gradient of its own: wait until it is not.
+    """Wait for the threads in which autograd computes on each device: they may still run a backward that has failed.
 
-    Such a thread does one thing after another, and drops what is left of a backward that failed. So when it has done
-    something new, it is done with the old. Tensors without elements need no memory.
+    Such a thread runs one task after another, and drops the remaining tasks of a backward that failed. So when it has
+    run a new task, it has ended the old one. The new task has tensors without elements, and needs no memory.
     """
     for device in devices:
         if device.type != "cpu":

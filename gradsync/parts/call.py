@@ -1,8 +1,8 @@
 """One call, run whole if it fits in memory, and in parts if not.
 
-What a backward that failed has added stays: each parameter has then got either its whole gradient or nothing. A piece
-of work is therefore some rows and the parameters that still lack their gradient of these, and one that fails is
-replaced by two, with half of the rows each and the parameters that are left.
+What a failed backward has added stays: each parameter has got either its whole gradient or nothing. So a piece of work
+is some rows, and the parameters that still lack their gradient of these rows. A piece that fails is replaced by two:
+each has half of the rows, and the parameters that are left.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 class Work:
     """What there is to run, and how.
 
-    `weigh(loss, weight)` tells what the backward of a part runs from, and the gradient that it begins with (None: 1),
-    for a part that weighs so much of the call. `backward(tensor, seed, whole)` is the one real backward of a call: from
-    these, held or armed; it does not complete the engines' collectives. `whole` is the loss of the whole micro-batch,
-    for the table: what `find_loss` would give if the call had fitted. The other parts' backwards run before it, or
-    after it where it failed.
+    `weigh(loss, weight)` returns the tensor from which the backward of a part runs, and the gradient with which it
+    begins (None: 1); `weight` is the part's weight in the call. `backward(tensor, seed, whole)` runs the one real
+    backward of a call from these, held or armed; it does not complete the engines' collectives. `whole` is the loss of
+    the whole micro-batch, for the ranks' table: what `find_loss` would return if the call had fitted. The other parts'
+    backwards run before the real one, or after it if it failed.
     """
 
     function: Callable[..., Any]
@@ -49,24 +49,24 @@ class Work:
     parameters: Sequence[torch.Tensor]
     #: Entered around forward and backward of parts once the real backward has begun: keeps armed engines held.
     held: Callable[[], AbstractContextManager[Any]] = nullcontext
-    #: Called right before the first gradient changes; again does no harm.
+    #: Called before gradients change, perhaps several times.
     begin: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ran: what it returned (of several parts the last), with the loss of all, detached."""
+    """How a call ran: what it returned (of several parts, the last), with the loss of all parts, detached."""
 
     returned: Any
     loss: torch.Tensor | LossSum
     parts: int
-    rows: int | None  # of the largest part; None where rows are not known
+    rows: int | None  # of the largest part; None if rows are not known
 
 
 def run_in_parts(work: Work, args: tuple[Any, ...], kwargs: Mapping[str, Any], fit: Fit) -> Outcome:
     """Call `work.function` and run its backward, in as many parts as memory needs.
 
-    An error that is not about memory goes on, and so does one that is where nothing is left to cut.
+    An error that is not about memory is raised, and so is one about memory if nothing is left to cut.
     """
     return _Call(work, args, kwargs, fit).run()
 
@@ -75,16 +75,16 @@ class _Call:
     def __init__(self, work: Work, args: tuple[Any, ...], kwargs: Mapping[str, Any], fit: Fit) -> None:
         self.work, self.fit = work, fit
         self.arguments = (args, kwargs)
-        self.todo = [Piece(self.arguments)]  # the next one last
+        self.todo = [Piece(self.arguments)]  # a stack: the next piece is the last
         self.quiet: Quiet | None = None
         self.whole: torch.Tensor | LossSum | None = None  # the loss so far
-        self.returned: Any = None  # by the last part, and the loss in that
+        self.returned: Any = None  # what the last part returned; `found` is the loss in it
         self.found: torch.Tensor | LossSum | None = None
-        self.is_spent = self.is_broken = False  # whether the real backward has begun, and failed
-        self.failed = math.inf  # the smallest size that did
+        self.is_spent = self.is_broken = False  # whether the real backward has begun, and whether it has failed
+        self.failed = math.inf  # the smallest size that did not fit
         self.fitted: list[Piece] = []
         self.shape: Any = None
-        self.before = sys.exc_info()[1]  # which the user is handling
+        self.before = sys.exc_info()[1]  # the exception that the user is handling
 
     def run(self) -> Outcome:
         fit = self.fit
@@ -109,7 +109,7 @@ class _Call:
             self.todo = pieces[::-1]
 
     def _measure(self, whole: Piece) -> None:
-        """How large the call is, which matters once it is cut."""
+        """Measure the size of the call, which is needed once it is cut."""
         args, kwargs = self.arguments
         whole.rows, self.shape = self.fit.rows(args, kwargs), shape_of(args, kwargs)
         whole.size = self.size = float(whole.rows or 1)
@@ -129,11 +129,11 @@ class _Call:
                 let_go(error, self.before)
             else:
                 return
-            free()  # here, where the error is gone as well
+            free()  # only here, because the error keeps tensors alive
         self.todo += pieces[::-1]
 
     def _after_failure(self, piece: Piece) -> list[Piece]:
-        """What to run in its place."""
+        """The pieces to run instead of this one."""
         self.fit.check_again()
         if self.shape is None:
             self._measure(piece)
@@ -141,7 +141,7 @@ class _Call:
         return piece.cut(2, self.fit)
 
     def _try(self, piece: Piece) -> None:
-        """Forward and backward of one piece: the real backward if it is the last one and that has not begun."""
+        """Run forward and backward of one piece: the real backward if it is the last piece and that has not begun."""
         args, kwargs = piece.arguments
         before = self.fit.before(args, kwargs)
         try:
@@ -165,7 +165,7 @@ class _Call:
         weight = self._check(piece, found)
         whole = found if not self.fitted else add(self.whole, found, weight)
         left = work.parameters if piece.left is None else piece.left
-        tensor, seed = work.weigh(found, weight)  # before the one real backward is spent: this allocates as well
+        tensor, seed = work.weigh(found, weight)  # before the real backward begins: this needs memory, too
         work.begin()
         arrived = Arrived(left)
         self.is_spent = True
@@ -177,7 +177,7 @@ class _Call:
         except Exception as error:
             self.is_broken = True
             if is_out_of_memory(error):
-                check_graph(tensor, work.parameters)  # which may be another one than the first
+                check_graph(tensor, work.parameters)  # this graph may differ from the first
             self.whole = plain(whole)
             missing = arrived.missing()
             if self.quiet is not None:
@@ -209,7 +209,7 @@ class _Call:
             self.returned, self.found = returned, found
 
     def _check(self, piece: Piece, found: torch.Tensor | LossSum) -> float:
-        """What a part weighs; raises for a loss that backward cannot run from."""
+        """The weight of a part; raises if backward cannot run from its loss."""
         is_sum = isinstance(found, LossSum)
         loss = found.loss if isinstance(found, LossSum) else found
         check_loss(loss)

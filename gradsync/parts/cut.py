@@ -1,4 +1,4 @@
-"""Which tensors among a call's arguments share its rows, and the cutting of these."""
+"""Finds the tensors among a call's arguments that have its rows, and cuts them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def count_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
 
 
 def first_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """`count_rows` for a record: that of the first tensor, without a look at the others."""
+    """The rows of the first tensor, for a record; unlike `count_rows`, it does not check the others."""
     for one in args:
         if isinstance(one, torch.Tensor) and one.dim():
             return one.shape[0]
@@ -52,9 +52,9 @@ def first_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
 
 
 def cut_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int) -> list[Arguments]:
-    """The arguments of each part: views of rows, which differ in number by one at most; all else is handed on whole.
+    """The arguments of each part: tensors become views of some of their rows, everything else is handed on whole.
 
-    There are never more parts than rows.
+    Parts differ by one row at most, and there are never more parts than rows.
 
     >>> [rows.tolist() for (rows,), _ in cut_rows((torch.arange(5),), {}, 2)]
     [[0, 1, 2], [3, 4]]
@@ -70,7 +70,7 @@ def cut_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int) -> li
 
 
 def shape_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a call's memory depends on beside its number of rows: the shape of a row, tensor by tensor."""
+    """What a call's memory depends on beside its number of rows: the shape and dtype of a row of each tensor."""
     return tuple((tuple(tensor.shape[1:]), tensor.dtype) for _, tensor in _tensors(args, kwargs))
 
 
@@ -111,10 +111,10 @@ def _slice_mapping(one: Mapping[Any, Any], some: slice) -> Mapping[Any, Any]:
     if type(one) is dict:
         return inner
     try:
-        copied: Any = copy.copy(one)  # of any class of mapping, with what else it knows
+        copied: Any = copy.copy(one)  # any class of mapping, with its other attributes
         for key, each in inner.items():
             copied[key] = each
-    except TypeError:  # one that cannot be copied, or written to
+    except TypeError:  # it cannot be copied, or written to
         return inner
     return copied  # type: ignore[no-any-return]
 

@@ -39,13 +39,13 @@ class Fit:
         self._is_own = fit is not True
         self.name = name
         self.sizes = Sizes()
-        self.unchecked = True  # whether the next graph is to be looked at, before its backward
+        self.unchecked = True  # whether the next graph must be checked before its backward
         self._models: Sequence[weakref.ref[nn.Module]] = ()
         self._buffers = Buffers()
         self._devices: list[torch.device] = []
 
     def open(self, models: Iterable[nn.Module], engines: Iterable[Engine] = ()) -> None:
-        """A window opens: see what models there are, and raise where a cut could not be exact."""
+        """A window opens: take its models, and raise if a cut could not be exact."""
         models = list(models)
         self._models = [weakref.ref(model) for model in models]
         check_models(models)
@@ -56,11 +56,11 @@ class Fit:
             self._devices = sorted((one for one in devices if one.type != "cpu"), key=str)
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Before:
-        """What an attempt with these arguments may change, before it does."""
+        """Record what an attempt with these arguments may change. Call it before the attempt."""
         return Before(self._buffers, self._devices, args, kwargs)
 
     def check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise unless this call could be cut; before the first, rather than in hour nine."""
+        """Raise unless this call could be cut: asked early, because memory may run out only after hours."""
         if not self._is_own and count_rows(args, kwargs) is None:
             raise GradSyncError(
                 f"fit=True cuts the tensors among the arguments of {self.name} into parts, but there is none, in "
@@ -69,12 +69,12 @@ class Fit:
             )
 
     def check_again(self) -> None:
-        """An attempt has failed: what was right as the window opened may no longer be."""
+        """An attempt has failed: check again, because models may have changed since the window opened."""
         check_models(model for ref in self._models if (model := ref()) is not None)
         self.unchecked = True
 
     def rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-        """How many rows a call has, where it can be known."""
+        """How many rows a call has; None if that is not known."""
         try:
             return count_rows(args, kwargs)
         except GradSyncError:
@@ -83,7 +83,7 @@ class Fit:
             raise
 
     def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int) -> list[Arguments]:
-        """The arguments of each part; fewer than two where they cannot be cut."""
+        """The arguments of each part; fewer than two parts if they cannot be cut."""
         came: Any = self._cut(args, kwargs, parts)
         pieces = list(came) if isinstance(came, Iterable) else [came]
         if not all(map(_is_pair, pieces)):

@@ -1,4 +1,4 @@
-"""The arguments of an attempt as they were handed in: a body may write to them before it fails."""
+"""Records the arguments of an attempt as they were handed in: a body may write to them before it fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from gradsync._errors import GradSyncError
 
-# What a list of tokens or names is full of, and holds no tensor.
+# Long lists of tokens or names are full of these, and they hold no tensor.
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
 
 
@@ -27,7 +27,7 @@ class Handed:
             self._note(one)
 
     def put_back(self) -> None:
-        """Lists and dicts hold again what they held; raise for a tensor that was written to: nobody has a copy."""
+        """Restore lists and dicts; raise if a tensor was written to, because there is no copy of it."""
         for container, held in self._containers:
             if isinstance(container, MutableSequence):
                 container[:] = held
@@ -61,5 +61,5 @@ class Handed:
 
 
 def version_of(tensor: torch.Tensor | None) -> int:
-    """How often a tensor was written to; -1 where there is none, or nobody counts."""
+    """How often a tensor was written to; -1 if there is none, or if torch does not count (inference tensors)."""
     return -1 if tensor is None or tensor.is_inference() else tensor._version

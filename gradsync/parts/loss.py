@@ -1,4 +1,4 @@
-"""The loss of a whole micro-batch, from those of its parts."""
+"""The loss of a whole micro-batch, from the losses of its parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradsync._loss import LossSum, detach, find_loss, widest
 
 
 def add(whole: torch.Tensor | LossSum | None, part: torch.Tensor | LossSum, weight: float) -> torch.Tensor | LossSum:
-    """`whole` with one part more, without a graph. Sums and their counts add up; a mean weighs its share of the rows.
+    """`whole` with one more part, without a graph. Sums and counts add up; a mean is weighted by its share of the rows.
 
     >>> add(add(None, torch.tensor(3.0), 0.75), torch.tensor(7.0), 0.25)
     tensor(4.)
@@ -24,14 +24,14 @@ def add(whole: torch.Tensor | LossSum | None, part: torch.Tensor | LossSum, weig
 
 
 def plain(loss: torch.Tensor | LossSum) -> torch.Tensor | LossSum:
-    """The same values, with no graph and no memory of others."""
+    """A copy of the values, without a graph."""
     if isinstance(loss, LossSum):
         return LossSum(loss.loss.detach().clone(), loss.count)
     return loss.detach().clone()
 
 
 def put(returned: Any, part: torch.Tensor | LossSum, whole: torch.Tensor | LossSum) -> Any:
-    """`returned` by a part, with the loss of the `whole` in the place of its own."""
+    """What a part `returned`, with the loss of the `whole` in place of the part's."""
     if returned is part:
         return whole
     returned = detach(returned, part)
@@ -43,7 +43,7 @@ def put(returned: Any, part: torch.Tensor | LossSum, whole: torch.Tensor | LossS
 
 
 def without_graph(returned: Any, loss: torch.Tensor | LossSum) -> tuple[Any, torch.Tensor | LossSum]:
-    """`returned`, its loss detached, and that loss."""
+    """`returned` with its loss detached, and that loss."""
     returned = detach(returned, loss)
     return returned, plain(loss) if _tensor(loss).requires_grad else loss
 
@@ -53,7 +53,7 @@ def _tensor(loss: torch.Tensor | LossSum) -> torch.Tensor:
 
 
 def _add_counts(some: float | torch.Tensor, others: float | torch.Tensor) -> float | torch.Tensor:
-    """Exactly: whole numbers in 64 bits, others in float64."""
+    """Add as exactly as possible: whole numbers in 64 bits, others in float64 (float32 on mps)."""
     some, others = _wide(some), _wide(others)
     if isinstance(some, float) and isinstance(others, torch.Tensor):
         others = others.to(widest(others))

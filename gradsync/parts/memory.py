@@ -1,4 +1,4 @@
-"""What is out of memory, what a failed attempt leaves in it, and what it changed beside gradients."""
+"""Recognises a lack of memory, frees what a failed attempt leaves, and undoes what it changed beside gradients."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     Seen: TypeAlias = Sequence[tuple[torch.Tensor | None, int]]  # buffers and their versions
 
-# What raises a plain RuntimeError: the CPU's allocator, C++'s own, MPS's, and vendors' libraries. oneDNN does not say
-# what it lacked; a mistake that it reports in the same words goes on as it came, after one row has made it as well.
+# The messages of plain RuntimeErrors: of the CPU's allocator, C++'s own, MPS's, and vendors' libraries. oneDNN does not
+# say what it lacked. If it reports a mistake in the same words, a single row fails, too, and the error is raised.
 _MESSAGES = (
     "can't allocate memory",
     "std::bad_alloc",
@@ -34,22 +34,22 @@ _MESSAGES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether less would have fitted.
+    """Whether an error means that memory ran out.
 
     >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
     True
     """
     if isinstance(error, GradSyncError):
-        return False  # whatever words it has
+        return False  # whatever its message says
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
 
 
 def let_go(error: BaseException, before: BaseException | None) -> None:
-    """Drop what the calls that `error` ended had in their variables: the activations of a failed forward.
+    """Clear the variables of the calls that `error` ended: they hold the activations of a failed forward.
 
-    `before` is what was being handled before those calls began, and is none of ours.
+    `before` is the exception that was being handled when those calls began; its calls keep their variables.
     """
     chained: BaseException | None = error
     while chained is not None and chained is not before:
@@ -58,10 +58,10 @@ def let_go(error: BaseException, before: BaseException | None) -> None:
 
 
 def free() -> None:
-    """Give back what nobody refers to: cycles, and the blocks that an accelerator's allocator keeps."""
+    """Free what nobody refers to: reference cycles, and the blocks that an accelerator's allocator keeps."""
     gc.collect()
     if torch.accelerator.is_available():
-        torch.accelerator.synchronize()  # gradients that arrived, arrived on streams of their own
+        torch.accelerator.synchronize()  # gradients arrive on streams of their own
         torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
 
@@ -89,12 +89,12 @@ class Before:
             self._seen, self._copies = buffers.see()
 
     def keep(self) -> None:
-        """The attempt was right: what it changed stays."""
+        """The attempt succeeded: what it changed stays."""
         if self._seen:
             self._buffers.learn(self._seen)
 
     def put_back(self) -> None:
-        """The attempt failed: what it changed was never changed."""
+        """The attempt failed: undo what it changed."""
         torch.default_generator.set_state(self._cpu)
         for device, state in self._devices:
             torch.get_device_module(device).set_rng_state(state, device)
@@ -106,8 +106,8 @@ class Before:
 class Buffers:
     """The buffers of some models, which it does not keep alive.
 
-    Those that forwards change are few, a counter or the vector of a spectral norm, and which they are shows in the
-    first attempt. All are copied before that, and only these later. Others are watched: by object and version.
+    Forwards change few buffers, such as a counter or the vector of a spectral norm, and the first attempt shows which.
+    Before that attempt all buffers are copied, later only those. The others are watched by object and version.
     """
 
     def __init__(self, models: Iterable[nn.Module] = ()) -> None:
@@ -115,7 +115,7 @@ class Buffers:
         self._places = [
             (weakref.ref(module), name)
             for module in modules.values()
-            for name in module._buffers  # None as well, which a first forward may replace
+            for name in module._buffers  # also those that are None, which a first forward may replace
         ]
         self._moving: set[int] | None = None  # indices in places; None until an attempt has shown them
 
@@ -123,17 +123,17 @@ class Buffers:
         return bool(self._places)
 
     def like(self, other: Buffers) -> Buffers:
-        """`other` if these are the same buffers, with what it has learnt, else these."""
+        """`other`, with what it has learnt, if it has the same buffers; else `self`."""
         return other if self._places == other._places else self
 
     def see(self) -> tuple[Seen, dict[int, torch.Tensor]]:
-        """What there is now, and copies of what an attempt may change."""
+        """The buffers as they are now, and copies of those that an attempt may change."""
         seen = [(one, version_of(one)) for one in map(self._at, range(len(self._places)))]
         moving = range(len(seen)) if self._moving is None else self._moving
         return seen, {index: one.clone() for index in moving if (one := seen[index][0]) is not None}
 
     def learn(self, seen: Seen) -> None:
-        """An attempt has ended well: see what it changed."""
+        """An attempt has succeeded: remember which buffers it changed."""
         self._moving = (self._moving or set()) | set(self._changed(seen))
 
     def put_back(self, seen: Seen, copies: dict[int, torch.Tensor]) -> None:

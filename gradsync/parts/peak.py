@@ -1,4 +1,4 @@
-"""How much memory something takes at its most, beside how much there is."""
+"""Measures the peak memory of an attempt, and how much memory is free."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MARGIN = 0.9  # of what is free: allocators cut it into blocks, and lose some of it between these
+_MARGIN = 0.9  # of what is free: allocators cut it into blocks, and lose some between them
 
 
 class Took(NamedTuple):
-    """What one attempt took at its most, and what could be had, in bytes."""
+    """The peak memory of one attempt, and what was free before it, in bytes."""
 
     peak: float
     free: float
@@ -27,19 +27,19 @@ class Meter(Protocol):
     """Measures an attempt."""
 
     def __call__(self, attempt: Callable[[], object]) -> Took | None:
-        """Make it; None where this machine does not tell."""
+        """Make the attempt; None if this machine does not tell what it took."""
         ...
 
 
 def meter_of(device: torch.device) -> Meter:
-    """What measures on this device."""
+    """The meter for this device."""
     return _on_cpu if device.type == "cpu" else lambda attempt: _on_accelerator(attempt, device)
 
 
 def is_room(before: Took | None, now: Took, times: float) -> bool:
-    """Whether `times` as many rows are expected to fit, on a line through `now` and `before` it, with half as many.
+    """Whether `times` as many rows are expected to fit, on a line through `now` and `before`, which had half as many.
 
-    One size alone does not tell what of it is for the rows, and what for gathered parameters and their gradients.
+    One attempt alone does not tell how much memory is for rows, and how much for gathered parameters and gradients.
 
     >>> is_room(Took(60, 200), Took(100, 200), 2), is_room(Took(50, 200), Took(100, 200), 2)
     (True, False)
@@ -74,8 +74,8 @@ def _on_cpu(attempt: Callable[[], object]) -> Took | None:
 
 
 def _trim() -> None:
-    """Give the system what the allocator keeps of memory that was freed: an attempt in that would seem to take none."""
-    with suppress(AttributeError, OSError):  # glibc has it
+    """Return freed memory to the system: an attempt that used what the allocator keeps would seem to take none."""
+    with suppress(AttributeError, OSError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -11,21 +11,21 @@ if TYPE_CHECKING:
     from gradsync.parts.cut import Arguments
     from gradsync.parts.fit import Fit
 
-_SMALLEST = 2.0**-16  # a share of a call, below which a cutting function is taken to go round in circles
+_SMALLEST = 2.0**-16  # a share of a call: below it, the user's cutting function is assumed to make no progress
 
 
 @dataclass
 class Piece:
-    """Some rows of a call; the whole, to begin with."""
+    """Some rows of a call; the first piece has all of them."""
 
     arguments: Arguments
     rows: int | None = None
-    size: float = 1.0  # its rows; shares of the call where these are not known
-    share: float | None = 1.0  # of the call's rows, where they are known
+    size: float = 1.0  # its number of rows; a share of the call if rows are not known
+    share: float | None = 1.0  # of the call's rows; None if they are not known
     left: list[torch.Tensor] | None = None  # the parameters that lack its gradient; None: all
 
     def cut(self, parts: int, fit: Fit) -> list[Piece]:
-        """This piece in parts; none where it cannot be cut."""
+        """This piece in parts; empty if it cannot be cut."""
         if self.size < _SMALLEST:
             return []
         arguments = fit.cut(*self.arguments, parts)

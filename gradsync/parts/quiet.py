@@ -1,4 +1,4 @@
-"""Gradients of one part, added where they belong without running the hooks that see a whole micro-batch's."""
+"""Adds the gradients of one part without running users' hooks, which must see those of a whole micro-batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Quiet:
     """What the parts of one micro-batch have added so far.
 
-    A part's gradient goes straight into `grad`. Where the user has hooks at a parameter, it waits beside that instead,
-    and the hooks see the sum of all parts, once: with the last part's backward (`joined`), or after it (`hand_over`).
+    A part's gradient is added to `grad`. If the user has hooks at a parameter, the gradient waits in a table instead:
+    the hooks then see the sum of all parts once, in the last part's backward (`joined`) or after it (`hand_over`).
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Quiet:
         self._reached: dict[torch.Tensor, None] = {}
 
     def backward(self, loss: torch.Tensor, seed: torch.Tensor | None, parameters: list[torch.Tensor]) -> None:
-        """Add the gradients of `loss * seed`. Those that have got theirs leave the list, also if it fails."""
+        """Add the gradients of `loss * seed`; `parameters` loses those that have got theirs, even if this fails."""
         done: set[int] = set()
         inputs = list(parameters)
         try:
@@ -36,21 +36,21 @@ class Quiet:
 
     @contextmanager
     def joined(self) -> Iterator[set[int]]:
-        """In a backward inside, what waits for a parameter arrives with its gradient; the ids of those joined."""
+        """A backward inside adds what waits for a parameter to its gradient. Yields the ids of those parameters."""
         given: set[int] = set()
         with _hooked(list(self._waiting), lambda parameter: self._give(parameter, given), alone=False):
             yield given
 
     def keep_waiting(self, missing: Sequence[torch.Tensor], joined: set[int]) -> None:
-        """The real backward has ended: what it has joined has arrived, except for those that it is `missing`."""
+        """The real backward has ended: what it joined has arrived and is dropped, except where it is `missing`."""
         gone = joined - set(map(id, missing))
         self._waiting = {parameter: total for parameter, total in self._waiting.items() if id(parameter) not in gone}
 
     def hand_over(self, *, touch: bool) -> None:
-        """What still waits arrives, through its hooks.
+        """Add what still waits, through the hooks.
 
-        `touch` runs the engines' hooks at the others too, which have their gradients already: a backward that would
-        have run them has failed. An undefined gradient adds nothing.
+        With `touch`, the engines' hooks run at the other parameters, too. These have their gradients already, but the
+        backward that would have run the hooks has failed. They get an undefined gradient, which adds nothing.
         """
         late = list(self._reached | dict.fromkeys(self._waiting)) if touch else list(self._waiting)
         if late:
@@ -71,7 +71,7 @@ class Quiet:
                     parameter.grad = _sum(parameter.grad, gradient, parameter)
             self._reached[parameter] = None
             done.add(id(parameter))
-            # What is returned is kept to the end of the backward: something without memory.
+            # Autograd keeps what is returned until the backward ends: return a tensor that takes no memory.
             return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
         return take
@@ -109,11 +109,11 @@ class _HandOver(torch.autograd.Function):
 def _hooked(
     parameters: Sequence[torch.Tensor], make: Callable[[torch.Tensor], Callable[[Any], Any]], *, alone: bool
 ) -> Iterator[None]:
-    """A hook at each parameter, the first there; `alone` puts the others aside meanwhile."""
+    """Inside, a hook at each parameter runs before the others there; with `alone`, it runs instead of them."""
     handles, others = [], []
     try:
         for parameter in parameters:
-            # Torch runs them in the order in which they came into the dictionary: take out what is to come later.
+            # torch runs hooks in the order of the dictionary: take out those that must come later.
             hook, hooks = make(parameter), parameter._backward_hooks
             found = dict(hooks or ())
             if hooks is not None and found:
@@ -131,7 +131,7 @@ def _hooked(
 
 
 def _sum(total: torch.Tensor | None, gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`total` with `gradient` added in place, or a copy of it; it may be another parameter's gradient as well."""
+    """`total` with `gradient` added in place, or a copy of `gradient`, which may be another parameter's, too."""
     if total is None:
         if gradient.is_sparse:
             return gradient.clone()

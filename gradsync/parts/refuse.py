@@ -1,4 +1,4 @@
-"""Where a cut cannot be exact, or cannot be at all: errors that say so."""
+"""Raises where a call cannot be cut, or not exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_models(models: Iterable[nn.Module]) -> None:
-    """Raise for a BatchNorm that normalises by its rows: its output for one depends on the rows beside it."""
+    """Raise for a BatchNorm that normalises by its rows: its output for a row depends on the other rows."""
     for model in models:
         for name, module in model.named_modules():
             if not isinstance(module, _BatchNorm):
@@ -36,7 +36,7 @@ def check_models(models: Iterable[nn.Module]) -> None:
 
 
 def check_engines(engines: Iterable[Engine]) -> None:
-    """Raise where other ranks take part in a forward: this rank cannot run more of these than they do."""
+    """Raise if this rank cannot run more forwards than other ranks, for instance because they take part in each."""
     for engine in engines:
         ddp = getattr(engine, "_ddp", None)
         if ddp is not None and ddp._modules and (engine.is_compiled or ddp._use_python_reducer or ddp.mixed_precision):
@@ -61,7 +61,7 @@ def check_engines(engines: Iterable[Engine]) -> None:
 
 
 def check_graph(loss: torch.Tensor, parameters: Collection[torch.Tensor]) -> None:
-    """Raise for what a backward in parts cannot finish: reentrant checkpoints, and parameters that nobody named."""
+    """Raise for what a backward in parts cannot handle: reentrant checkpoints, and parameters not in `parameters`."""
     known = set(map(id, parameters))
     for node in _nodes(loss):
         if node.name().rpartition(".")[2] == "CheckpointFunctionBackward":

@@ -1,4 +1,4 @@
-"""The size that fits, remembered by the shape of a call, and tried larger now and then."""
+"""Remembers the size that fits for each shape of call, and tries a larger one now and then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 64  # calls in parts, before a larger size is tried
 _MOST_PATIENCE = 4096
-_MOST_SHAPES = 256  # remembered; sequences of all lengths would be many
+_MOST_SHAPES = 256  # that are remembered: sequences may have any length
 
 _log = logging.getLogger("gradsync")
 
@@ -21,13 +21,13 @@ _log = logging.getLogger("gradsync")
 class Size:
     """What fits, for one shape of calls."""
 
-    limit: float  # rows that a part may have; shares of the call where rows are not known
-    calls: int = 0  # in parts since it was found
+    limit: float  # rows that a part may have; a share of the call if rows are not known
+    calls: int = 0  # that ran in parts since the limit was found
     patience: int = _PATIENCE
 
     @property
     def is_trial(self) -> bool:
-        """Whether the next call tries twice as much."""
+        """Whether the next call tries twice the limit."""
         return self.calls >= self.patience
 
 
@@ -41,7 +41,7 @@ class Sizes:
         return bool(self._sizes)
 
     def parts(self, shape: Hashable, rows: float) -> int:
-        """In how many parts a call should be run."""
+        """The number of parts in which a call should run."""
         size = self._sizes.get(shape)
         if size is None:
             return 1
@@ -51,7 +51,7 @@ class Sizes:
         """A call of `rows` ran in parts of at most `largest`, after parts of `failed` did not fit (inf: none)."""
         before = self._sizes.get(shape)
         if failed < math.inf:
-            if before is not None and failed > before.limit:  # larger was tried, and left alone for longer now
+            if before is not None and failed > before.limit:  # a trial failed: wait longer for the next
                 after = Size(before.limit, patience=min(2 * before.patience, _MOST_PATIENCE))
             else:
                 after = Size(largest)

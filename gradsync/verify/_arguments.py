@@ -24,7 +24,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog="engines:\n"
         + _listed({name: column.title for name, column in HOMES.items()})
         + "\n\npromises:\n"
-        # argparse replaces nothing in an epilog, and so a % is one
+        # argparse does not format an epilog, so a % needs no escape
         + _listed({name: row.title for name, row in ROWS.items()}),
     )
     parser.add_argument("--full", action="store_true", help="variants of engines too, and those that need 4 ranks")

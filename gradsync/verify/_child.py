@@ -1,4 +1,4 @@
-"""One rank's process, as whoever started it sees it."""
+"""One rank's process, seen from the process that started it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from gradsync.verify._rank import Task
 
-# What torchrun says to its own processes, and must not say to the ranks that these start.
+# Variables that torchrun sets for its own processes; the ranks that these start must not get them.
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -72,7 +72,7 @@ class Child:
 
     @property
     def died_by_itself(self) -> bool:
-        """Whether it ended without a word of how its cell ended."""
+        """Whether it ended by itself, with an exit code that means neither success nor a new start."""
         return not self.ended_by_us and self._process.poll() not in (None, 0, AGAIN)
 
     @property
@@ -95,7 +95,7 @@ class Child:
             yield told
 
     def last_words(self) -> str:
-        """How it ended, where it did so by itself."""
+        """How it ended; if by itself, with the last lines of its log."""
         if self.ended_by_us:
             return "it said nothing any more, and was ended"
         code = self._process.returncode

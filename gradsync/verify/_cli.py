@@ -72,14 +72,14 @@ def main(argv: Sequence[str], command: Sequence[str] = RANK) -> int:
 
 
 def _engines(options: argparse.Namespace, meeting: Meeting | None) -> dict[Ranks, list[str]]:
-    """The engines that are asked for, by the ranks that they are tried on."""
+    """The engines to try, by the number of ranks."""
     several = _num_ranks(options) if meeting is None else meeting.size
     found: dict[Ranks, list[str]] = {}
     for name, column in HOMES.items():
         ranks = Ranks(1, is_joined=False) if column.ranks == 1 else Ranks(several)
         asked = name in options.engine if options.engine else options.full or not column.is_variant
         if not _under_torchrun() and column.ranks > max(2, several):
-            ranks = Ranks(column.ranks)  # more processes are to be had here, and take longer
+            ranks = Ranks(column.ranks)  # more processes can be started here, but they take longer
             asked = asked and (options.full or bool(options.engine))
         if asked:
             found.setdefault(ranks, []).append(name)
@@ -91,7 +91,7 @@ def _under_torchrun() -> bool:
 
 
 def _num_ranks(options: argparse.Namespace) -> int:
-    """How many ranks this process starts by itself: two, if there is a device for each."""
+    """How many ranks this process starts by itself: two if there is a device for each, unless told."""
     if _under_torchrun():
         return 1
     if options.ranks is not None:
@@ -115,7 +115,7 @@ def _why_not(options: argparse.Namespace, meeting: Meeting | None, ranks: Ranks,
 
 
 class _Progress:
-    """What is being tried, on stderr; a line for each engine where that is no terminal."""
+    """Shows what is being tried on stderr; if that is no terminal, a line for each engine."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""Starts the ranks of one job, follows them through its cells, and starts them again after a cell that failed."""
+"""Starts the ranks of one job, follows them through its cells, and starts new ranks after a cell that failed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from gradsync.verify._child import Place
 
     Wrong = list[tuple[int, str]]
-    """What was off, by rank; empty where a promise holds."""
+    """What was wrong, by rank; empty if the promise holds."""
 
 RANK = (sys.executable, "-m", "gradsync.verify._rank")
 """The program of a rank, which gets its task."""
 
 _PAUSE = 0.05
-_AFTER_A_DEATH = 1.0  # seconds that the other ranks have left
-_STARTING = 300.0  # seconds until the first cell: torch is imported, and ranks on other hosts are waited for
+_AFTER_A_DEATH = 1.0  # seconds in which the other ranks may end by themselves
+_STARTING = 300.0  # seconds until the first cell: ranks import torch, and wait for ranks on other hosts
 
 
 @dataclass
 class Job:
-    """Cells on a number of ranks, of which this process starts those in `mine`."""
+    """Tries cells on `size` ranks; this process starts those in `mine`."""
 
     size: int
     is_joined: bool
@@ -40,19 +40,19 @@ class Job:
     limit: float
     name: str
     meeting: str | None = None
-    """Where ranks of several processes meet; one process's own meet in a file."""
+    """The address where ranks of several processes meet; None if they are all of this process, and meet in a file."""
     command: Sequence[str] = RANK
     machine: dict[str, str] = field(default_factory=dict)
     """The device and the backend, once they are known."""
 
     def run(self, note: Callable[[tuple[str, str], Wrong], None]) -> None:
-        """Try all cells; `note` gets each one, and what was off."""
+        """Try all cells; `note` gets each cell, and what was wrong."""
         start = 0
         while start < len(self.cells):
             start = self._attempt(start, note)
 
     def _attempt(self, start: int, note: Callable[[tuple[str, str], Wrong], None]) -> int:
-        """From one cell on, up to the first that fails; returns the one after it."""
+        """Try cells from `start` up to the first that fails; return the number of the cell after it."""
         with tempfile.TemporaryDirectory(prefix="gradsync-verify-") as name:
             folder = Path(name)
             task = Task(
@@ -112,15 +112,15 @@ class Job:
 
 
 class _Heard:
-    """How far the ranks of one attempt say that they are."""
+    """How far the ranks of one attempt have come, from what they report."""
 
     def __init__(self, start: int) -> None:
-        self.current = start  # the cell that is being tried,
-        self.done = start - 1  # and the last of which it is known how it ended
+        self.current = start  # the cell that is being tried
+        self.done = start - 1  # the last cell whose outcome is known
         self.failed: str | None = None  # why no cell can be tried
 
     def ends_a_cell(self, line: dict[str, Any]) -> bool:
-        """Take note; whether it tells for the first time how a cell ended."""
+        """Read a line; return whether it is the first to tell how a cell ended."""
         self.failed = line.get("failed", self.failed)
         self.current = max(self.current, line.get("begins", self.current))
         number = line.get("cell", self.done)

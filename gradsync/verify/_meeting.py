@@ -1,4 +1,4 @@
-"""Where the ranks of several processes of torchrun's meet: its own store, or one that rank 0 holds in its place."""
+"""The store where the ranks of several processes of torchrun's meet: torchrun's own, or one that rank 0 holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from gradsync.verify._child import Place
 
-_LEAVING = 60.0  # seconds for the slowest rank to come to its end
+_LEAVING = 60.0  # seconds for the slowest rank to finish
 
 
 @dataclass
@@ -21,12 +21,12 @@ class Meeting:
     size: int
     address: str
     attempt: str
-    """torchrun keeps its store as it restarts the processes: their keys must not be those of the ones before."""
+    """The prefix of the keys. It differs after a restart, because torchrun keeps its store."""
     _store: Any
 
     @classmethod
     def of_torchrun(cls) -> Meeting | None:
-        """None where this process has been started alone."""
+        """The meeting of this process; None if it was started alone."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return None
         import torch.distributed as dist
@@ -41,7 +41,7 @@ class Meeting:
         return cls(Place(rank, int(os.environ.get("LOCAL_RANK", "0"))), size, f"{host}:{port}", attempt, store)
 
     def leave(self) -> None:
-        """Stay until all are done, for the store may be this process's own."""
+        """Wait until all have left, if this is rank 0, because it may hold the store."""
         number = self._store.add(f"{self.attempt}/left", 1)
         end = time.monotonic() + _LEAVING
         while self.place.rank == 0 and number < self.size and time.monotonic() < end:

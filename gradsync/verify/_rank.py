@@ -1,7 +1,7 @@
-"""One rank: tries cells with the others, one after another, and ends at the first that fails. `_job` starts it anew.
+"""One rank: tries cells with the others, one after another, and ends at the first that fails. `_job` starts a new one.
 
-After a failure nothing is certain of the group that it happened in. Ranks tell each other through a store of their own
-how a cell ended, so that all of them go on from the same one; a rank that hangs tells where it stands.
+After a failure, the process group may be broken. So ranks use a store of their own to tell each other how a cell ended,
+and all of them go on with the same cell. A rank that hangs tells where it stands.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     import torch
 
 AGAIN = 75  # exit code: start the ranks again, after the cell that failed
-GRACE = 5.0  # seconds that ranks may be apart
+GRACE = 5.0  # seconds by which ranks may be apart
 _STARTING = 300.0  # seconds for all ranks to be there
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one rank is to do: its place, the cells from `start` on, and where ranks meet.
+    """The task of one rank: its place, the cells from `start` on, and where ranks meet.
 
-    Ranks are joined by a process group; one rank alone may be without, as under a plain python.
-    `meeting` is a file, or "host:port" of torchrun's store; `name` is the attempt's own in there.
+    `is_joined` says whether there is a process group; one rank alone may have none, as under a plain python.
+    `meeting` is a file, or "host:port" of torchrun's store; `name` is the attempt's prefix in it.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Task:
     meeting: str
     name: str
     said: str
-    """The file to which this rank says how far it is, a JSON object a line."""
+    """The file in which this rank reports its progress, one JSON object on each line."""
 
     def dump(self) -> str:
         """As an argument of this program."""
@@ -87,13 +87,13 @@ class Rank:
         from gradsync.launch.device import default_backend, device_of
         from gradsync.verify import table
 
-        self._table = table  # imported here, where no cell's time runs yet
+        self._table = table  # imported before the time of a cell begins
         if any("fsdp" in engine or "hsdp" in engine for engine, _ in task.cells):
             import torch.distributed.fsdp  # for the same reason
         torch.set_num_threads(1)
         self._task = task
         self._lock = threading.Lock()
-        self._told = -1  # the last cell of which this rank has told how it ended
+        self._told = -1  # the last cell whose outcome this rank has reported
         backend = "gloo" if task.device == "cpu" else default_backend()
         self.backend = backend if task.is_joined else None
         self.device: torch.device = (
@@ -109,7 +109,7 @@ class Rank:
             self._store = _store(task, "outcomes")
 
     def try_cell(self, number: int, say: Any) -> list[tuple[int, str]]:
-        """What was off, by rank; empty if the promise holds on all."""
+        """What was wrong, by rank; empty if the promise holds on all ranks."""
         import torch
 
         watchdog = threading.Timer(self._task.limit, self._hangs, (number, threading.get_ident(), say))
@@ -139,7 +139,7 @@ class Rank:
         _leave(AGAIN)
 
     def _exchange(self, number: int, outcome: str) -> list[tuple[int, str]]:
-        """Tell the other ranks, and hear of them, how a cell ended."""
+        """Exchange with the other ranks how a cell ended."""
         task = self._task
         if task.size == 1:
             return [(0, outcome)] if outcome else []
@@ -156,7 +156,7 @@ class Rank:
 
 
 def _store(task: Task, what: str) -> Any:
-    """A store of these ranks' own."""
+    """A store for the ranks of this attempt."""
     import torch.distributed as dist
 
     host, _, port = task.meeting.rpartition(":")
@@ -170,7 +170,7 @@ def _store(task: Task, what: str) -> Any:
 
 
 def _place_of(thread: int) -> str:
-    """The innermost lines of a thread, but for those inside torch."""
+    """The innermost lines of a thread, without those inside torch."""
     frame = sys._current_frames().get(thread)
     lines = traceback.extract_stack(frame) if frame is not None else []
     ours = [line for line in lines if f"{os.sep}torch{os.sep}" not in line.filename]
@@ -178,13 +178,13 @@ def _place_of(thread: int) -> str:
 
 
 def _end_with_whoever_started_this() -> None:
-    # Standard input is a pipe that closes with the process that started this one, however that one ended.
+    # Standard input is a pipe. It closes when the process that started this one ends, for whatever reason.
     os.read(0, 1)
     os._exit(1)
 
 
 def _leave(code: int) -> None:
-    # The group is left without ceremony: it may be broken, and what comes next is a new process.
+    # The process group is not destroyed, because it may be broken. A new process comes next.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""What was tried, and how it is printed: as a table in the terminal, in Markdown, and as JSON."""
+"""What was tried, printed as a table for the terminal, in Markdown, or as JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from gradsync.verify._job import Wrong
 
-_OF_ANOTHER = ("it hangs", "nothing came", "it said nothing")  # often the consequence of what another rank says
-_LONGEST = 300  # characters of what was off, in a table
+_OF_ANOTHER = ("it hangs", "nothing came", "it said nothing")  # often a consequence of another rank's error
+_LONGEST = 300  # characters of an error, in a table
 
 
 class Tried(NamedTuple):
@@ -26,7 +26,7 @@ class Tried(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """How many ranks engines are tried on. One alone may be without a process group, as under a plain python."""
+    """How many ranks engines are tried on. One rank alone may have no process group, as under a plain python."""
 
     num: int
     is_joined: bool = True
@@ -37,7 +37,7 @@ class Ranks(NamedTuple):
 
 @dataclass
 class Report:
-    """The table, as far as it is filled."""
+    """The outcomes so far."""
 
     rows: list[str]
     engines: dict[str, Ranks] = field(default_factory=dict)
@@ -53,12 +53,12 @@ class Report:
 
     @property
     def holds(self) -> bool:
-        """Whether all that was tried holds, and something was."""
+        """Whether something was tried, and all of it holds."""
         return bool(self.tried) and not self.wrong
 
 
 def as_text(report: Report, facts: Mapping[str, str]) -> str:
-    """For a terminal: engines by number."""
+    """The table for a terminal, where engines have numbers."""
     notes = _Notes(report)
     width = max((len(ROWS[row].title) for row in report.rows), default=0)
     lines = [*_heading(report, facts), ""]
@@ -71,7 +71,7 @@ def as_text(report: Report, facts: Mapping[str, str]) -> str:
 
 
 def as_markdown(report: Report, facts: Mapping[str, str]) -> str:
-    """For the documentation."""
+    """The table for the documentation."""
     notes = _Notes(report)
     titles = [HOMES[engine].title for engine in report.engines]
     lines = [*_heading(report, facts), "", "| |" + "".join(f" {title} |" for title in titles)]
@@ -83,7 +83,7 @@ def as_markdown(report: Report, facts: Mapping[str, str]) -> str:
 
 
 def as_json(report: Report, facts: Mapping[str, str]) -> str:
-    """For programs: each cell with what was off, or why it was not tried."""
+    """All cells for programs, with what was wrong, or why they were not tried."""
     cells = []
     for engine in report.engines:
         for row in report.rows:
@@ -108,7 +108,7 @@ def as_json(report: Report, facts: Mapping[str, str]) -> str:
 
 
 class _Notes:
-    """Cells that are neither ✓ nor ✗, by the sentence that says why."""
+    """A mark for each cell, and a letter for each sentence that explains one that is neither ✓ nor ✗."""
 
     def __init__(self, report: Report) -> None:
         self._report = report

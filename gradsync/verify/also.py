@@ -1,4 +1,4 @@
-"""What else a function may ask for: `overlap`, `compress` and `fit`. A row of the table each, as in `even`."""
+"""Promises about options: `overlap`, `compress` and `fit`. Each function is a row of the table, as in `even`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from gradsync.verify.homes import Home
     from gradsync.verify.reference import Item, State
 
-_BFLOAT16 = 2.0**-7  # how far sums that are added up in it may be off, as a part of the largest
+_BFLOAT16 = 2.0**-7  # how far sums in bfloat16 may be off, as a share of the largest
 
 
 def overlap(home: Home) -> None:
-    """Two windows. The first micro-batch of the second one sees what each rank made of its own gradients."""
+    """Two windows. The second's first micro-batch runs on the step that each rank made with its own gradients."""
     run = Run(home, overlap=1)
     for index in range(6):
         run.step(home.model, run.optimizer, index)
@@ -39,7 +39,7 @@ def overlap(home: Home) -> None:
 
 
 def _gradient(parameters: State, items: Sequence[Item]) -> State:
-    """The mean over some micro-batches, at these parameters."""
+    """The mean gradient over some micro-batches, at these parameters."""
     leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
     model = net()
     losses = [mean_of(torch.func.functional_call(model, leaves, (data(*item),))) for item in items]
@@ -48,13 +48,13 @@ def _gradient(parameters: State, items: Sequence[Item]) -> State:
 
 
 def _updated(parameters: State, gradients: Sequence[State]) -> State:
-    """An update by the mean of some gradients."""
+    """The parameters after an update with the mean of some gradients."""
     means = {name: torch.stack([one[name] for one in gradients]).mean(0) for name in parameters}
     return {name: (value - LR * (means[name] + DECAY * value)).detach() for name, value in parameters.items()}
 
 
 def compress(home: Home) -> None:
-    """What a parameter moves by is right to bfloat16."""
+    """Parameters move by the right amount, to the precision of bfloat16."""
     run = Run(home, compress="bf16")
     for index in range(3):
         run(index)
@@ -68,7 +68,7 @@ def compress(home: Home) -> None:
 
 
 def fit(home: Home) -> None:
-    """A call that finds no memory for three rows runs in two parts."""
+    """A call that has no memory for three rows runs in two parts."""
     optimizer = optimizer_of(home)
     states: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Comparing what came with what had to come: number, None, shape, type and value, each of which must be right."""
+"""Compares what came with what was expected: number, None, shape, type and values must all be right."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ if TYPE_CHECKING:
 
 
 class Off(AssertionError):  # noqa: N818 - reads as a word where it is told of
-    """What came is not what had to come."""
+    """What came is not what was expected."""
 
 
 def need(holds: object, what: str) -> None:
-    """Raise unless it holds; in a program that is run with -O too."""
+    """Raise unless it holds; unlike assert, also with -O."""
     if not holds:
         raise Off(what)
 
 
 def difference(got: torch.Tensor | None, expected: torch.Tensor | None, tolerance: float = 1e-12) -> str | None:
-    """How a tensor or None is not the one expected, or None where it is.
+    """How a tensor or None differs from the expected one; None if it does not.
 
-    Values may be off by `tolerance` times the largest of the expected (a gradient is a sum of parts that cancel, whose
-    rounding is that of its largest), and by a hundredth of it in any case: where zeros are expected,
-    that alone is left.
+    Values may be off by `tolerance * (largest + 0.01)`. `largest` is the largest expected value, because a gradient is
+    a sum of parts that cancel, and is rounded like the largest of them. The 0.01 is for expected zeros.
     """
     if got is None or expected is None:
         return None if got is expected else f"it is {_told(got)}, not {_told(expected)}"
@@ -48,7 +47,7 @@ def _told(value: torch.Tensor | None) -> str:
 
 
 def assert_equal_states(came: Sequence[Any], expected: Sequence[Any], tolerance: float = 1e-10) -> None:
-    """Two lists of states; a single tensor among them is compared as it is."""
+    """Compare two lists of states, which may also have single tensors."""
     need(len(came) == len(expected), f"{len(came)} states instead of {len(expected)}")
     for number, states in enumerate(zip(came, expected, strict=True)):
         mine, right = (one if isinstance(one, dict) else {"value": one} for one in states)
@@ -58,7 +57,7 @@ def assert_equal_states(came: Sequence[Any], expected: Sequence[Any], tolerance:
 def assert_equal_state(
     came: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float = 0.0, where: str = ""
 ) -> None:
-    """Tensors and plain values by name; to the bit, if nothing else is said."""
+    """Compare tensors and plain values by name; to the bit, unless there is a tolerance."""
     need(came.keys() == expected.keys(), f"{where}{sorted(came)} are not {sorted(expected)}")
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Promises to ranks of equal length: a row of the table each, run on every rank, against float64 on one process."""
+"""Promises for ranks of equal length. Each function is a row of the table, and runs on every rank."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def exception_in_the_body(home: Home) -> None:
 
 
 def exception_in_the_boundary_backward(home: Home) -> None:
-    """When some gradients have arrived, and others not."""
+    """Some gradients have arrived, and others have not."""
     _fail(home, "backward", 2)
 
 
@@ -137,7 +137,7 @@ def exception_in_a_held_backward(home: Home) -> None:
 
 
 def exception_in_the_forward(home: Home) -> None:
-    """Of the second block, when the first has run."""
+    """The second block fails, when the first has run."""
     _fail(home, "forward", 2)
 
 
@@ -219,7 +219,7 @@ def a_parameter_that_nobody_used(home: Home) -> None:
 
 
 def a_parameter_used_only_early(home: Home) -> None:
-    """In held micro-batches, and not on the boundary."""
+    """It is used in held micro-batches, and not at the boundary."""
     run = Run(home)
     run.only_first_after = 1
     for index in range(6):

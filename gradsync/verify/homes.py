@@ -25,9 +25,9 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Home:
-    """A model on its engine, and where this rank stands among those that see different data.
+    """A model on its engine, and this rank's place among the ranks that see different data.
 
-    `tolerance` is how far parameters may be off, for the arithmetic that they are in.
+    `tolerance` is how far parameters may be off, which depends on their dtype.
     """
 
     model: Any
@@ -47,13 +47,13 @@ class Home:
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters are."""
+        """The device of its parameters."""
         found: torch.device = next(iter(self.model.parameters())).device
         return found
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its parameters."""
+        """The dtype of its parameters."""
         found: torch.dtype = next(iter(self.model.parameters())).dtype
         return found
 
@@ -72,7 +72,7 @@ class Home:
 
 
 def clean(name: str) -> str:
-    """A parameter's name without what wrappers add to it."""
+    """A parameter's name, without the prefixes of wrappers."""
     return name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "").removeprefix("module.")
 
 
@@ -88,7 +88,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         yield
 
 
-# Meshes and groups are made once a process: a pool of ranks runs many cases.
+# Meshes and their groups are made once in each process, because a pool of ranks runs many cases.
 _MESHES: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
@@ -128,7 +128,7 @@ def _replicate_fsdp(model: Any) -> Home:
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     options: dict[str, Any] = {"mesh": _whole_world(model)}
-    if "mesh" not in inspect.signature(replicate).parameters:  # torch 2.9: named otherwise, and of two dimensions
+    if "mesh" not in inspect.signature(replicate).parameters:  # torch 2.9: another name, and two dimensions
         pairs = mesh((dist.get_world_size(), 1), ("replicas", "shards"), _device_of(model))
         options = {"device_mesh": pairs}
     for block in (model.first, model.second):
@@ -166,7 +166,7 @@ def _fsdp2(
 
 
 def tensor_parallel(model: Any, **data: int) -> Home:
-    """On pairs of ranks, beside one dimension or two of the mesh for FSDP2, by their names."""
+    """Tensor parallelism on pairs of ranks, and FSDP2 on one or two more mesh dimensions, in `data` by name."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -217,12 +217,12 @@ def _fsdp1(strategy: str, *, use_orig_params: bool, root: bool = True) -> Callab
 
 
 class Column(NamedTuple):
-    """An engine in the table: how many ranks it needs, how the model gets there, what it is called."""
+    """An engine in the table: how many ranks it needs, what puts the model on it, and its title."""
 
     ranks: int
     make: Callable[[Any], Home]
     title: str
-    is_variant: bool = False  # of a column beside it; tried under --full
+    is_variant: bool = False  # of another column; tried with --full
 
 
 HOMES: dict[str, Column] = {
@@ -264,7 +264,7 @@ HOMES: dict[str, Column] = {
 
 
 def home_of(engine: str, *, device: torch.device = CPU, **kwargs: Any) -> Home:
-    """A new model on an engine; in float64, but for devices that have none."""
+    """A new model on an engine; in float64, or in float32 on mps, which has no float64."""
     if device.type != "mps":
         return HOMES[engine].make(net(**kwargs).to(device))
     home = HOMES[engine].make(net(torch.float32, **kwargs).to(device))

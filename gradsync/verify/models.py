@@ -1,4 +1,4 @@
-"""The model that is trained on every engine, and what can go wrong in it on purpose."""
+"""The model that is trained on every engine, with errors that can be switched on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _applied(function: Any, *args: Any) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """Two layers and a residual; `fails` is where it shall raise: "", "forward" or "backward"."""
+    """Two layers and a residual; `fails` says where it raises: "" (nowhere), "forward" or "backward"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks, a parameter of the root's own, and perhaps one that nothing uses."""
+    """Two blocks, a parameter of the root's own, and with `unused` a parameter that nothing uses."""
 
     def __init__(self, *, unused: bool = False) -> None:
         super().__init__()
@@ -93,6 +93,6 @@ class Net(nn.Module):
 
 
 def net(dtype: torch.dtype = torch.float64, *, unused: bool = False) -> Net:
-    """The same one each time."""
+    """A model with the same weights each time."""
     torch.manual_seed(7)
     return Net(unused=unused).to(dtype)

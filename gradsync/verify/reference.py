@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     Item = tuple[int, int]
-    """(rank, index): which micro-batch."""
+    """A micro-batch: (rank, index)."""
     State = dict[str, torch.Tensor]
 
 
 def rows_of(seed: int, rows: int, width: int = 3, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """The same data wherever it is asked for."""
+    """Data that depends on the arguments only."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
@@ -38,7 +38,7 @@ def mean_of(output: torch.Tensor) -> torch.Tensor:
 
 
 def cut(lengths: Sequence[int], steps: int | Callable[[int], int]) -> list[list[Item]]:
-    """Which (rank, index) fall into each window, where ranks count their own micro-batches."""
+    """The micro-batches of each window; every rank counts its own."""
     windows: list[list[Item]] = []
     start = 0
     for window in range(10**6):
@@ -60,7 +60,7 @@ def states(
     decay: float = 0.0,
     clip: float | None = None,
 ) -> list[State | torch.Tensor]:
-    """The parameters by name after each update; with `clip`, before each the norm that was clipped."""
+    """The parameters by name after each update; with `clip`, each comes after the norm before clipping."""
     model = copy.deepcopy(model)
     found: list[State | torch.Tensor] = []
     for _, norm in updates(model, windows, loss_of_window, lr=lr, decay=decay, clip=clip):

@@ -1,4 +1,4 @@
-"""The table: which promises there are, and where one cannot be had, with the error that stands there instead."""
+"""The table: all promises, the engines on which one cannot be kept, and the error that comes instead."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A promise on an engine. With an `error`, that is what must come; with a `why_not`, there is nothing to try."""
+    """A promise on an engine. If it has an `error`, that must come; if it has a `why_not`, nothing is tried."""
 
     row: Row
     unused: bool = False  # whether the model has a parameter that nothing uses
@@ -36,7 +36,7 @@ class Cell(NamedTuple):
     of_several: bool = False  # whether the error is that ranks differ: one rank alone gets none
 
     def error_on(self, num_ranks: int) -> str | None:
-        """What must come on so many ranks, if it is an error."""
+        """The error that must come on so many ranks; None if none must."""
         return None if self.of_several and num_ranks == 1 else self.error
 
 
@@ -84,16 +84,16 @@ ROWS: dict[str, Row] = {
 
 _UNUSED = "a_parameter_that_nobody_used"
 _BY_HAND = ("no_sync_then_sync_gradients", "no_sync_then_backward")
-# Whose errors are about ranks that differ.
+# Promises whose errors are about ranks that differ.
 _OF_SEVERAL = ("overlap", "compress", "uneven_over_from_nothing", "uneven_iterator_from_nothing", "uneven_skip_first")
-# In whose forward no rank waits for another; on the others a rank that has run out repeats its last call.
+# Engines whose forward waits for no other rank. On the others, a rank that has run out of items repeats its last call.
 _SILENT = ("none", "bare", "ddp", "ddp_find_unused", "ddp_views", "ddp_static", "replicate")
 
 _OUR_OWN = ("none", "bare")
 _NO_OVERLAP = [engine for engine in HOMES if engine not in (*_OUR_OWN, "ddp", "ddp_views")]
 _NOT_ONCE = ("fsdp2_each", "hsdp_each", "hsdp_shard")  # gradients travel more than once a window
 
-# Where a promise cannot be had on an engine: what the error says instead.
+# For a promise that an engine cannot keep: a pattern of the error that comes instead.
 _ERRORS: dict[tuple[str, str], str] = {
     **{
         (engine, row): "either DTensors or plain gradients"
@@ -113,7 +113,7 @@ _ERRORS: dict[tuple[str, str], str] = {
     },
     **{(engine, _UNUSED): "find_unused_parameters=True" for engine in ("ddp", "ddp_views", "replicate", "ddp_fsdp2")},
     ("ddp_static", "no_sync_then_sync_gradients"): "first synchronisation of a DDP with static_graph=True",
-    # A rank that has never had an item cannot repeat its last. The first backward of a static graph takes all ranks.
+    # A rank that never had an item cannot repeat its last call. A static graph's first backward needs all ranks.
     ("ddp_static", "uneven_over_from_nothing"): r"needs at least one item in step.over .*, but rank 0.* has none",
     **{
         (engine, row): error
@@ -131,9 +131,9 @@ _ERRORS: dict[tuple[str, str], str] = {
     },
 }
 
-# Where it means something else.
+# For a promise that means something else on an engine: why it is not tried.
 _WHY_NOT: dict[tuple[str, str], str] = {
-    # Accumulating sees to that; a boundary of one's own has to.
+    # `accumulating` reshards at the boundary; a loop with its own boundary must do that itself.
     ("fsdp2_gathered", "no_sync_then_backward"): "parameters that stay gathered beyond an update are stale",
     **{
         (engine, _UNUSED): "the gradient of a flat parameter is one tensor, with zeros where nothing came"
@@ -159,7 +159,7 @@ CELLS: dict[tuple[str, str], Cell] = {
 
 
 def try_cell(engine: str, cell: Cell, device: torch.device = CPU) -> None:
-    """On every rank at once: raises unless the promise holds, or the error that stands there comes."""
+    """Try a cell on all ranks at once; raise unless the promise holds, or the cell's error comes."""
     home = home_of(engine, unused=cell.unused, device=device)
     expected = cell.error_on(dist.get_world_size() if dist.is_initialized() else 1)
     if expected is None:

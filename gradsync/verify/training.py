@@ -1,4 +1,4 @@
-"""A decorated step on any engine, and what its parameters have to be: what the rows of the table are made of."""
+"""A decorated step on any engine, and the parameters that it must reach: the rows of the table use both."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LR, DECAY = 0.1, 0.01
 
 
 def data(rank: int, index: int) -> torch.Tensor:
-    """A micro-batch, as the reference sees it."""
+    """A micro-batch, for the reference."""
     return micro_batch(rank, index, rows=3, width=4)
 
 
 def data_of(home: Home, index: int) -> torch.Tensor:
-    """This rank's micro-batch, where its model is."""
+    """This rank's micro-batch, on the device and in the dtype of its model."""
     return data(home.rank, index).to(home.device, home.dtype)
 
 
@@ -36,9 +36,9 @@ def reference(
     weigh: Callable[[Any, list[Item]], torch.Tensor] | None = None,
     clip: float | None = None,
 ) -> list[State | torch.Tensor]:
-    """The parameters after each update, where each window is one big batch.
+    """The parameters after each update, if each window is one big batch.
 
-    A window is what each rank has in it, or who has what: places, or (rank, place).
+    A window has places, which mean the micro-batches of all ranks there, or (rank, place) pairs.
     """
 
     def mean(model: Any, items: list[Item]) -> torch.Tensor:
@@ -51,7 +51,7 @@ def reference(
 
 
 def items_of(window: Iterable[int | Item], num_ranks: int) -> list[Item]:
-    """Who has what in a window that every rank has alike."""
+    """The (rank, place) pairs of a window; a place alone stands for all ranks."""
     items: list[Item] = []
     places: list[int] = []
     for one in window:
@@ -63,7 +63,7 @@ def items_of(window: Iterable[int | Item], num_ranks: int) -> list[Item]:
 
 
 def compare(home: Home, came: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Raise unless these states are those of the reference, to the tolerance of the home's arithmetic."""
+    """Raise unless these states equal those of the reference, up to the home's tolerance."""
     assert_equal_states([_in_float64(one) for one in came], expected, home.tolerance)
 
 
@@ -74,7 +74,7 @@ def _in_float64(state: Any) -> Any:
 
 
 class Run:
-    """A model on its engine under a decorated step, and what its parameters were after each update."""
+    """A model on its engine with a decorated step, and its parameters after each update."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Run:
         self.poisoned: int | None = None
         self.explode: int | None = None
         self.broken: set[int] = set()  # places of items that fail before the model is called
-        self.only_first_after = 3  # places in a window until which both blocks are used
+        self.only_first_after = 3  # the last place in a window where both blocks are used
 
         if named:
             options |= {"model": home.model, "optimizer": self.optimizer}
@@ -110,18 +110,18 @@ class Run:
         self.step: Any = gradsync.accumulating(steps, scaler=scaler, **{**home.options, **options})(train_step)
 
     def __call__(self, index: int) -> None:
-        """One micro-batch."""
+        """Run one micro-batch."""
         before = self.step.progress.updates
         self.step(self.home.model, self.optimizer, index)
         self.note(before)
 
     def note(self, before: int) -> None:
-        """Keep the parameters, if there was an update."""
+        """Keep the parameters if there was an update."""
         if self.step.progress.updates > before:
             self.states.append(self.home.full())
 
     def over(self, length: int, *, known: bool = True) -> None:
-        """A loop over micro-batches 0, 1, ..."""
+        """Run a loop over micro-batches 0, 1, ..."""
         before = 0
         for index in self.step.over(range(length) if known else iter(range(length))):
             before = self.step.progress.updates
@@ -132,5 +132,5 @@ class Run:
 
 
 def optimizer_of(home: Home) -> torch.optim.SGD:
-    """SGD whose weight decay moves a parameter that has any gradient, if only zeros."""
+    """SGD with weight decay, which moves a parameter that has a gradient, even of zeros."""
     return torch.optim.SGD(home.model.parameters(), lr=LR, weight_decay=DECAY, foreach=home.foreach)

@@ -1,4 +1,4 @@
-"""Promises to ranks of unequal length: a row of the table each."""
+"""Promises for ranks of unequal length. Each function is a row of the table."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ if TYPE_CHECKING:
     from gradsync.verify.homes import Home
     from gradsync.verify.reference import Item
 
-# How many items each rank has in one epoch after another, by the number of ranks: none, one and many.
+# By the number of ranks: how many items each rank has in each epoch. There are none, one and many.
 EPOCHS = {
     1: [[5], [0], [1]],
     2: [[3, 7], [8, 2], [1, 5], [4, 4], [0, 2], [4, 0]],
-    4: [[7, 7, 2, 2], [1, 5, 1, 5], [0, 4, 2, 0]],  # of HSDP: a replica is short, then a shard of each, then some ranks
+    4: [[7, 7, 2, 2], [1, 5, 1, 5], [0, 4, 2, 0]],  # HSDP: a replica is short, then a shard of each, then some ranks
 }
 
 
 def epochs_of(size: int) -> list[list[int]]:
-    """For so many ranks."""
+    """The lengths for this number of ranks, by epoch."""
     return EPOCHS.get(size) or [spread(lengths, size) for lengths in EPOCHS[4]]
 
 
 def spread(lengths: Sequence[int], size: int) -> list[int]:
-    """These lengths on so many ranks, over and over."""
+    """A length for each rank; these lengths are repeated."""
     return [lengths[rank % len(lengths)] for rank in range(size)]
 
 
 def windows_of(epochs: list[list[int]]) -> list[list[Item]]:
-    """Who has what in each window."""
+    """The (rank, place) pairs of each window."""
     return [window for lengths in epochs for window in cut(lengths, 3)]
 
 
 class Uneven(Run):
-    """Parameters are noted in the updates, which ranks of unequal length have in common. A replay's loss is a NaN."""
+    """Keeps parameters in each update, because ranks of unequal length share these only. A replay's loss is a NaN."""
 
     def __init__(self, home: Home, loss: Callable[[torch.Tensor, int], Any] | None = None, **options: Any) -> None:
-        self.left = 0  # calls to come for this rank's own items
+        self.left = 0  # calls that remain for this rank's own items
         weigh = loss or (lambda output, _: mean_of(output))
 
         def poisoned(output: torch.Tensor, index: int) -> Any:
@@ -57,7 +57,7 @@ class Uneven(Run):
         self.optimizer.register_step_post_hook(lambda *_: self.states.append(home.full()))
 
     def epochs(self, epochs: list[list[int]], passed: Collection[Item] = (), *, sized: bool = True) -> None:
-        """Loops of these lengths; no call is made for the items in `passed`."""
+        """Run loops of these lengths, without a call for the items in `passed`."""
         for lengths in epochs:
             mine = [index for index in range(lengths[self.home.rank]) if (self.home.rank, index) not in passed]
             self.left = len(mine)
@@ -67,12 +67,12 @@ class Uneven(Run):
                     self.step(self.home.model, self.optimizer, index)
             called = [sum((rank, i) not in passed for i in range(length)) for rank, length in enumerate(lengths)]
             wanted = self.replays_of(called)
-            # Ranks that know their lengths ask nothing, and may run more than was needed where items have no call.
+            # Ranks that know their lengths do not ask each other, so items without a call may cause more replays.
             enough = -self.left >= wanted if passed and sized else -self.left == wanted
             need(enough, f"the last call was repeated {-self.left} times, not {wanted}")
 
     def replays_of(self, lengths: list[int]) -> int:
-        """Where a forward communicates, all ranks run equally many."""
+        """How often this rank repeats its last call: if forwards communicate, all ranks run equally many."""
         communicates = any(engine.forward_communicates for engine in find([self.home.model]))
         return max(lengths) - lengths[self.home.rank] if communicates else 0
 
@@ -91,7 +91,7 @@ def uneven_over_of_unknown_length(home: Home) -> None:
 
 
 def uneven_over_that_passes_over_items(home: Home) -> None:
-    """In the middle of a window, and all that a rank had in its last."""
+    """Items in the middle of a window, and all items that a rank has in its last window."""
     epoch = spread([5, 8, 3, 7], home.size)
     run = Uneven(home)
     windows: list[list[Item]] = []
@@ -157,7 +157,7 @@ def uneven_skip(home: Home) -> None:
 
 
 def uneven_skip_first(home: Home) -> None:
-    """The very first micro-batch of one rank is dropped."""
+    """One rank drops its very first micro-batch."""
     run = Uneven(home, skip=KeyError)
     run.broken = {0} if home.rank == home.size - 1 else set()
     for index in run.step.over(range(5)):
@@ -169,7 +169,7 @@ def uneven_skip_first(home: Home) -> None:
 
 
 def uneven_over_from_nothing(home: Home) -> None:
-    """A rank that never had an item, at first: models and optimizers are named."""
+    """A rank has no item at first; models and optimizers are named, so that it can take part."""
     epochs = [[0, 4, 1, 2], [3, 1, 0, 0]]
     run = Uneven(home, named=True)
     run.epochs([spread(lengths, home.size) for lengths in epochs])
@@ -198,7 +198,7 @@ def _iterate_uneven(home: Home, backward: Callable[[Any, torch.Tensor], object],
                 states.append(home.full())
 
     def weigh(model: Any, items: list[Item]) -> torch.Tensor:
-        """A tail is as its user has scaled it."""
+        """A tail is divided by 3, too, because its user has done so."""
         return torch.stack([mean_of(model(data(*item))) for item in items]).sum() / 3 / home.size
 
     compare(home, states, reference(home, windows_of(epochs), weigh if scaled else None))
