@@ -130,7 +130,7 @@ class DDPEngine(Engine):
 
     def arm(self, loss: torch.Tensor | None) -> None:
         ddp = self._ddp
-        self._note_used()
+        self._note_used(loss)
         vars(ddp)["require_backward_grad_sync"] = True  # compiled DDP's python_reducer reads it in backward
         ddp.reducer.prepare_for_forward()
         ddp.reducer.prepare_for_backward(self._outputs(loss))
@@ -178,7 +178,7 @@ class DDPEngine(Engine):
         self._complete(missing)
 
     def reduce(self) -> None:
-        self._note_used()
+        self._note_used(None)
         reducer, nothing = self._ddp.reducer, self._touch(self._reduced)
         reducer.prepare_for_forward()
         reducer.prepare_for_backward(self._outputs(nothing))
@@ -218,17 +218,17 @@ class DDPEngine(Engine):
         """Whether the reducer orders its buckets after the first reduction."""
         return not self._searched
 
-    def _note_used(self) -> None:
-        """Tell a reducer that looks for unused parameters which ones this window has used.
+    def _note_used(self, loss: torch.Tensor | None) -> None:
+        """Tell a reducer that looks for unused parameters which ones this window has used so far.
 
-        The reducer marks what any backward reaches as used: also a backward of another model that shares parameters, or
-        one whose gradients were dropped. It then refuses an undefined gradient for these, and does not tell which they
-        are. So its marks are cleared here, and made again from the gradients that there are.
+        It takes note of that in each backward that comes by: also in one of another model that shares parameters, or
+        whose gradients somebody has dropped. It then takes no undefined gradient for these, and does not tell which.
         """
         if not self._ddp.find_unused_parameters or self._ddp._use_python_reducer:
             return
         self._ddp.reducer._reset_state()
-        used = [parameter for parameter in self._reduced if parameter.grad is not None]
+        # Without a loss to search, the hooks of all parameters will run, and tell.
+        used = [] if loss is None else [parameter for parameter in self._reduced if parameter.grad is not None]
         if used:
             with silent(used):
                 self._touch(used).backward()

@@ -108,7 +108,7 @@ class StaticEngine(DDPEngine):
     def _searched(self) -> bool:
         return True
 
-    def _note_used(self) -> None:
+    def _note_used(self, loss: torch.Tensor | None) -> None:
         """Nothing to tell: every window uses what the first one used."""
 
     def _outputs(self, loss: torch.Tensor | None) -> list[torch.Tensor]:  # noqa: ARG002 - the graph is known
