@@ -7,18 +7,19 @@ garbage collector comes by and removes a hook. So there is one hook in it, for g
 from __future__ import annotations
 
 import weakref
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradsync._registry import STEP_HOOK, STEP_WATCHERS
+from gradsync._registry import STEP_HOOK, STEP_WATCHERS, STEPPING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 def watch_steps(watcher: Callable[[Any], None]) -> None:
-    """Have `watcher(optimizer)` called before each step of any optimizer, as long as somebody holds the watcher."""
+    """Have `watcher(optimizer)` called before each step of a user's, as long as somebody holds the watcher."""
     if not STEP_HOOK:
         STEP_HOOK.append(register_optimizer_step_pre_hook(_ask))
     STEP_WATCHERS[id(watcher)] = weakref.ref(watcher)
@@ -29,7 +30,24 @@ def unwatch_steps(watcher: Callable[[Any], None]) -> None:
     STEP_WATCHERS.pop(id(watcher), None)
 
 
+class stepping:  # noqa: N801 - a function to its callers
+    """Context manager: steps inside are gradsync's own, of which nobody is told."""
+
+    __slots__ = ("_is_outermost", "_thread")
+
+    def __enter__(self) -> None:
+        self._thread = get_ident()
+        self._is_outermost = self._thread not in STEPPING
+        STEPPING.add(self._thread)
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_outermost:
+            STEPPING.discard(self._thread)
+
+
 def _ask(optimizer: Any, *_: object) -> None:
+    if get_ident() in STEPPING:
+        return
     for key, ref in STEP_WATCHERS.copy().items():  # they may come and go meanwhile
         watcher = ref()
         if watcher is not None:

@@ -103,7 +103,7 @@ class Call:
     @property
     def guarded(self) -> bool:
         """Whether a step of the optimizer by the user would use half a window."""
-        return not self._updates.is_stepping and (self.run.index > 0 or self._running)
+        return self.run.index > 0 or self._running
 
     def has_some_of(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps parameters of ours."""

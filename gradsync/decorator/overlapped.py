@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from gradsync._errors import GradSyncError
 from gradsync._registry import TRAVELLING
+from gradsync._step_hook import stepping
 from gradsync.decorator.compressed import Compressed, travels_of
 from gradsync.decorator.progress import ClosedLosses
 from gradsync.functional import bare_optimizer
@@ -208,7 +209,7 @@ class Overlapped:
         self._memory, leg.in_flight = None, in_flight
         self._legs.append(leg)
         self._has_gone_back = self._has_gone_back or not ahead
-        with updates.stepping():
+        with stepping():
             leg.in_flight = step_ahead(
                 in_flight,
                 factor=leg.own_factor if ahead else None,
@@ -225,7 +226,7 @@ class Overlapped:
             try:
                 with WaitingFor(self.run.what):
                     failed = leg.failures is not None and any(row[0] for row in leg.failures.rows())
-                with landing(in_flight), updates.stepping():
+                with landing(in_flight), stepping():
                     arrived = True
                     self._arrived(leg)
                     made = None if failed else updates.step(leg.team, leg.factor)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from gradsync._registry import STEPPING
+from gradsync._step_hook import stepping
 from gradsync.decorator.progress import NO_UPDATE, ClosedLosses
 from gradsync.decorator.reference import reference
 from gradsync.functional import move, refuse_nonfinite, step_optimizers, zero
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch.amp import GradScaler
 
@@ -31,7 +29,6 @@ class Updates:
         self.run = run
         self.settings = settings
         self.record = record
-        self.is_stepping = False  # whether a step of the optimizer is made here
         self._watch = watch
         self._schedulers: list[Callable[[], Any]] = []
         self._scaler: weakref.ref[GradScaler] | None = None
@@ -76,7 +73,7 @@ class Updates:
         try:
             if window is not None and window.scale is not None and scaler is not None:
                 window.scale.correct(team.parameters, scaler)
-            with self.stepping():
+            with stepping():
                 self._making = made = step_optimizers(
                     optimizers,
                     scaler=scaler,
@@ -90,20 +87,6 @@ class Updates:
         finally:
             self._clear(team)
         return made
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Optimizer steps inside are made here, not by the user."""
-        found, self.is_stepping = self.is_stepping, True
-        thread = get_ident()
-        outermost = thread not in STEPPING
-        STEPPING.add(thread)
-        try:
-            yield
-        finally:
-            self.is_stepping = found
-            if outermost:
-                STEPPING.discard(thread)
 
     def end_window(self) -> None:
         """Close the window, after it has synchronised. Its update may come later (`overlap`)."""

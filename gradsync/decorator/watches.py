@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import weakref
 from operator import attrgetter, is_not
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradsync._errors import GradSyncError
-from gradsync._registry import STEPPING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -127,7 +125,7 @@ class StepGuard:
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
         """Called before the optimizer steps."""
         call = self._call()
-        if call is not None and call.guarded and get_ident() not in STEPPING and call.has_some_of(optimizer):
+        if call is not None and call.guarded and call.has_some_of(optimizer):
             raise GradSyncError(
                 f"{call.name} steps its optimizer itself at each boundary, but something called "
                 f"optimizer.step(), of type {type(optimizer).__name__}, in the middle of a window, on gradients that "
