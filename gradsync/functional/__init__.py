@@ -62,8 +62,9 @@ from gradsync.functional._fit import Fitting, fit
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
 from gradsync.functional._in_parts import InParts, PartedBackward
 from gradsync.functional._in_step import Turn
-from gradsync.functional._iterator import MicroStep, sync_every
+from gradsync.functional._iterator import sync_every
 from gradsync.functional._loop import Loop
+from gradsync.functional._micro_step import MicroStep
 from gradsync.functional._no_sync import no_sync
 from gradsync.functional._place import Part, Place
 from gradsync.functional._rows import rows_that_fit

@@ -9,7 +9,7 @@ from gradsync.functional._in_parts import InParts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gradsync.functional._iterator import MicroStep
+    from gradsync.functional._micro_step import MicroStep
     from gradsync.parts import Cut
 
 P = ParamSpec("P")

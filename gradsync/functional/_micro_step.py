@@ -1,0 +1,251 @@
+"""`MicroStep`: a place in a window, handed out to the body of a loop, and what happens in that turn."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gradsync._errors import GradSyncError
+from gradsync._loss import LossSum
+from gradsync.functional._backward import NO_RANGE
+from gradsync.functional._gradients import normalise
+from gradsync.functional._in_parts import PartedBackward
+from gradsync.functional._leaf_hooks import PlainBackward, weightless
+from gradsync.functional._place import Part, Place
+from gradsync.functional._turn_checks import StepWatch, insist_on_none_inside, insist_on_none_left
+from gradsync.ranks.lost import waited
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    import torch
+
+    from gradsync.functional._backward import RunBackward
+    from gradsync.functional._in_parts import InParts
+    from gradsync.functional._run import Run
+    from gradsync.functional._share import Closing
+
+_NUM_LOOKED_AT = 2  # windows
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MicroStep:
+    """The place of a micro-batch in its window, and its backward.
+
+    `size` is the planned number of micro-batches; a tail ends sooner. `last` says that the window closes with this
+    step. A `replay` is an item that was handed out before: the other ranks have more data and need this rank to take
+    part. Its gradients weigh nothing.
+    """
+
+    index: int
+    window: int
+    size: int
+    last: bool
+    replay: bool
+    _turn: HandedOut = field(repr=False)
+
+    def backward(
+        self, loss: torch.Tensor, *, count: float | torch.Tensor | None = None, run: RunBackward | None = None
+    ) -> None:
+        """Scale the loss and run its backward; on the last micro-step, synchronise and normalise the gradients.
+
+        After the last one, each gradient is the mean over all micro-batches of all ranks in the window. With `count`,
+        `loss` is a sum over `count` items, and the gradient is that of all sums over all counts. With AMP, pass
+        `scaler.scale(loss)`. `run` runs the backward in place of `loss.backward`: `run=accelerator.backward`.
+        """
+        self._turn.backward(self, loss if count is None else LossSum(loss, count), run)
+
+    @property
+    def empty(self) -> bool:
+        """Whether this step has closed a window with nothing to average: its counts add up to zero.
+
+        There are no gradients then. `optimizer.step()` does nothing; do not call `scaler.step()`.
+        """
+        return self._turn.is_empty
+
+
+class HandedOut:
+    """What the micro-step that the loop has handed out has done so far."""
+
+    def __init__(self, run: Run) -> None:
+        self.is_empty = False
+        self._run = run
+        self._explicit = False  # whether the user has called step.backward
+        self._place: Place | None = None
+        self._current: MicroStep | None = None
+        self._done: MicroStep | None = None
+        self._plain: PlainBackward | None = None
+        self._over: Callable[[], bool] | None = None  # call it after the user's own backward
+        self._closing: Closing | None = None
+        self._hooks: Sequence[Any] = ()
+        self._hold: AbstractContextManager[Any] = NO_RANGE
+        self._steps = StepWatch(run)
+
+    def end(self) -> None:
+        """Called after the loop."""
+        self._steps.remove()
+
+    def at(self, place: Place) -> HandedOut:
+        """Context manager: inside, holds and hooks are in place for the `MicroStep` of a place."""
+        self._place, self._done, self._over, self._closing = place, None, None, None
+        self.is_empty = False
+        return self
+
+    def __enter__(self) -> MicroStep:
+        place = self._place
+        assert place is not None, "`at` comes first"
+        step = MicroStep(place.index, place.window, place.size, place.last, place.part is not Part.RUNS, self)
+        self._current = step
+        self._hooks = self._watch_gradients(place)
+        self._hold = self._run.holding(place)
+        self._hold.__enter__()
+        self._steps.place, self._steps.is_normalised = place, False
+        return step
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._steps.place = None
+        try:
+            for hook in (*self._hooks, self._plain):
+                if hook is not None:
+                    hook.remove()
+            if self._over is not None and self._over():
+                # The user's backward raised torch's error; an iterator cannot replace it, but can warn beside it.
+                warnings.warn(waited(self._run.what()), RuntimeWarning, stacklevel=3)
+        finally:
+            self._hold.__exit__(kind, error, where)
+        if kind is None:
+            self._end_place()
+
+    def _end_place(self) -> None:
+        """Called after a turn that ended without an exception."""
+        place = self._place
+        assert place is not None, "a turn has one"
+        if place.last and self._closing is None:
+            raise GradSyncError(
+                f"The last micro-step of a window must run a backward, which synchronises the window, but that of "
+                f"window {place.window} ended without one. Call step.backward(loss) in each turn, or end the loop."
+            )
+        if place.last:
+            self._run.close()
+        elif self._done is None and self._over is None:
+            self._run.pass_by()
+
+    def backward(self, step: MicroStep, loss: torch.Tensor | LossSum, runs: RunBackward | None) -> None:
+        """What `MicroStep.backward` does."""
+        place = self._begin(step)
+        if place.part is Part.RUNS:
+            self._close(self._run.backward(place, loss, run=runs))
+        elif place.part is Part.REPEATS:
+            self._close(self._run.repeat(place, loss, run=runs))
+        else:
+            self._close(self._run.miss(place))
+
+    def in_parts(
+        self,
+        step: MicroStep,
+        fitted: InParts,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What `Fitting.__call__` does."""
+        place = self._begin(step)
+        if place.part is Part.MISSES:
+            returned = fitted.run_forward(function, args, kwargs)
+            self._close(self._run.miss(place))
+            return returned
+        one = PartedBackward(self._run, place)
+        try:
+            returned = fitted.run(one, function, args, kwargs)
+        except BaseException as error:
+            one.end(error)  # completes the collectives that it began, and raises
+            raise
+        self._close(one.end())
+        return returned
+
+    def _begin(self, step: MicroStep) -> Place:
+        """Check that this is the first backward of the current step; returns its place."""
+        if step is not self._current or self._over is not None:
+            again = self._done is step or self._over is not None
+            raise GradSyncError(
+                f"Each micro-step runs one backward, in its own turn of the loop, but micro-step {step.index} of "
+                f"window {step.window} ran {'a second one' if again else 'one out of turn'}. Add the losses up and "
+                "call step.backward once."
+            )
+        place = self._place
+        assert place is not None, "a step has one"
+        if self._run.is_plain:
+            raise self._mixed(place)
+        if not place.index:
+            insist_on_none_left(self._run.fit())
+        self._current, self._done = None, step
+        self._explicit = True
+        if self._plain is not None:
+            self._plain.remove()
+        return place
+
+    def _close(self, closing: Closing | None) -> None:
+        """After the backward; `closing` is None in a held place."""
+        self._closing = closing
+        if closing is None:
+            return
+        team, place = self._run.fit(), self._place
+        if place is not None and place.window < _NUM_LOOKED_AT:
+            self._watch_plain()
+        self.is_empty = closing.factor is None
+        if closing.factor is None:
+            team.drop_gradients()
+        else:
+            normalise(team.parameters, closing.factor)
+            self._steps.is_normalised = closing.factor != 1.0
+
+    def _watch_gradients(self, place: Place) -> Sequence[Any]:
+        """The hooks of a turn: for a replay, which weighs nothing, and for a backward of the user's own."""
+        self._plain = None
+        if not place.index:
+            insist_on_none_inside(self._run.fit())
+        # A body is the same in each window: if the first windows used step.backward, the rest will.
+        if not self._explicit or (place.last and place.window < _NUM_LOOKED_AT):
+            self._watch_plain()
+        return () if place.part is Part.RUNS else (weightless(self._run.fit().leaves),)
+
+    def _watch_plain(self) -> None:
+        """Watch for a backward of the user's own, until the end of the turn."""
+        team = self._run.fit()
+        self._plain = PlainBackward(team.leaves, self._join, team.swapped)
+
+    def _join(self) -> None:
+        """Called when the user's own backward comes to a parameter, in a step that synchronises."""
+        place, plain = self._place, self._plain
+        assert place is not None, "the hooks that call this live as long as a step's turn"
+        assert plain is not None, "the hooks that call this live as long as a step's turn"
+        if self._explicit:
+            raise self._mixed(place)
+        self._run.note_plain(place)
+        if not place.last and not any(engine.owes_first for engine in self._run.fit().engines):
+            return
+        if self._over is None:
+            self._over = self._run.join(place, plain.reached, self._note)
+        elif self._closing is not None and place.last:
+            raise GradSyncError(
+                f"The last micro-step of a window runs one backward, which synchronises the window, but in that of "
+                f"window {place.window} a second one came, whose gradients would stay on this rank. Add the losses up, "
+                "and run backward once."
+            )
+
+    def _mixed(self, place: Place) -> GradSyncError:
+        """Raise: `step.backward` and plain backwards came in the same window."""
+        return GradSyncError(
+            f"Every backward of a window runs through step.backward, once in each micro-step, or none does, but in "
+            f"micro-step {place.index} of window {place.window} a plain backward of the same model came beside it. "
+            "That one is neither scaled nor, on the last micro-step, synchronised. Add the losses up, and call "
+            "step.backward once; torch.autograd.grad is no backward."
+        )
+
+    def _note(self, closing: Closing | None) -> None:
+        self._closing = closing
