@@ -30,7 +30,9 @@ def parser() -> argparse.ArgumentParser:
         "--batch", type=_positive, metavar="INT", help=f"of one micro-batch; defaults: {batches}, factory 16"
     )
     what.add_argument(
-        "--optimizer", choices=sorted(OPTIMIZERS), help="default: sgd; a factory's own needs none of these"
+        "--optimizer",
+        choices=sorted(OPTIMIZERS),
+        help="default: sgd; adamw is the fused one; a factory's own needs none",
     )
     what.add_argument(
         "--steps", type=_list(_positive), default=(4,), metavar="N,N,...", help="micro-batches in a window; default: 4"
