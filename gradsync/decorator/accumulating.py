@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import wrapt
 from typing_extensions import ParamSpec
 
-from gradsync.decorator.casting import Casting, Naming
 from gradsync.decorator.face import OWN, documentation, keywords_after_steps, representation
 from gradsync.decorator.over import Over, over
+from gradsync.decorator.participants import Finder, Naming
 from gradsync.decorator.registry import Registry
-from gradsync.decorator.settings import Compress, Settings, Sync, Tail
+from gradsync.decorator.settings import Compress, Settings, Sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from gradsync.decorator.accumulated import Accumulated
     from gradsync.decorator.progress import Progress
-    from gradsync.functional import NonFinite, Steps
+    from gradsync.decorator.typed import Accumulated
+    from gradsync.functional import NonFinite, Steps, Tail
     from gradsync.parts import Cut
 
 P = ParamSpec("P")
@@ -83,7 +83,7 @@ def accumulating(
     _refuse_bare(steps)
     settings = Settings(
         steps=steps,
-        casting=Casting(model, optimizer, scheduler, scaler),
+        finder=Finder(model, optimizer, scheduler, scaler),
         clip_norm=clip_norm,
         tail=tail,
         sync=sync,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError, is_misuse
-from gradsync.decorator.last_call import LastCall
-from gradsync.decorator.watches import ForwardWatch, check_first
+from gradsync.decorator.first_forward import ForwardWatch, check_first
+from gradsync.decorator.replay import Replay
 from gradsync.functional import find_loss
 from gradsync.ranks.lost import is_lost
 from gradsync.ranks.meet import meet
@@ -51,7 +51,7 @@ class Body:
                     f"the other ranks wait in the model's forward, but {type(error).__name__} came after that. "
                     "Check the data before the forward."
                 ) from error
-            if team.in_step:
+            if team.lockstep:
                 self._meet_at_first_forward(team, runs=False)
             return None, None
 
@@ -59,7 +59,7 @@ class Body:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], loop: Loop | None
     ) -> None:
         """Keep this micro-batch, which succeeded, for a replay."""
-        self._run.last = LastCall(function, args, kwargs)
+        self._run.replay = Replay(function, args, kwargs)
         if loop is not None:
             loop.kept[self._run] = args, kwargs
 
@@ -70,7 +70,7 @@ class Body:
                 f"A rank whose engine communicates in forward repeats its last call of {self._run.name} where it has "
                 "no micro-batch to run, but it has had none yet. See to it that its first micro-batch is a good one."
             )
-        return find_loss(self._run.last())
+        return find_loss(self._run.replay())
 
     def _meet_at_first_forward(self, team: Team, *, runs: bool) -> None:
         """Before the first forward that communicates: hear whether every rank runs it, or has dropped it."""

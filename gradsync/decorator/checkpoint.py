@@ -15,7 +15,7 @@ from gradsync.functional import window_size
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from gradsync.decorator.call import Call
+    from gradsync.decorator.windows import Windows
     from gradsync.functional import Steps
 
 VERSION = 2
@@ -95,16 +95,16 @@ def check_state(
         odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
         raise GradSyncError(
             f"A state of {name} can be loaded for the parameters that it was saved for, names and shapes, but "
-            f"these differ in {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Call it with the same "
+            f"these differ in {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Windows it with the same "
             f"models and optimizers{OR_WITHOUT_IT}"
         )
 
 
-def save(call: Call) -> dict[str, Any]:
-    """The counters of a call, and the content of its open window, as plain values."""
-    run, progress = call.run, call.progress
+def save(windows: Windows) -> dict[str, Any]:
+    """The counters, and the content of the open window, as plain values."""
+    run, progress = windows.run, windows.progress
     team = run.fit()
-    names, steps = names_of(call), call.settings.steps
+    names, steps = names_of(windows), windows.settings.steps
     state: dict[str, Any] = {
         **{name: getattr(progress, name) for name in _COUNTERS},
         "index": progress.index,
@@ -123,18 +123,18 @@ def save(call: Call) -> dict[str, Any]:
     return state
 
 
-def check(call: Call, state: Mapping[str, Any]) -> None:
+def check(windows: Windows, state: Mapping[str, Any]) -> None:
     """Raise if a state does not fit. It does not communicate."""
-    team = call.run.fit()
-    check_state(state, call.name, call.settings.steps, (team.rank, team.num_ranks), names_of(call))
+    team = windows.run.fit()
+    check_state(state, windows.name, windows.settings.steps, (team.rank, team.num_ranks), names_of(windows))
 
 
-def load(call: Call, state: Mapping[str, Any]) -> None:
+def load(windows: Windows, state: Mapping[str, Any]) -> None:
     """Load a state that fits. It does not communicate."""
-    run, names = call.run, names_of(call)
+    run, names = windows.run, names_of(windows)
     team = run.fit()
-    call.begin_anew()
-    record = call.record
+    windows.begin_anew()
+    record = windows.record
     record.num_steps, record.num_updates, record.num_skipped, record.num_replays = (
         state[name] for name in ("micro_steps", "updates", "skipped", "replays")
     )
@@ -144,12 +144,12 @@ def load(call: Call, state: Mapping[str, Any]) -> None:
         window.load(state["open"], state["index"])
         held = state["open"]["gradients"]
         team.load_held({names[name]: gradient.to(names[name].device).clone() for name, gradient in held.items()})
-        call.watch.resume(team)
+        windows.watch.resume(team)
 
 
-def names_of(call: Call) -> dict[str, nn.Parameter]:
+def names_of(windows: Windows) -> dict[str, nn.Parameter]:
     """The parameters by their names: the same however the model is wrapped."""
-    models, team = call.run.who.models, call.run.fit()
+    models, team = windows.run.who.models, windows.run.fit()
     mine = {id(parameter): parameter for parameter in team.parameters}
     # Do not call `rest` here: a rank that saves alone would wait alone in the gather of its next forward.
     for engine in team.engines:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Compressed:
-    """The crossing of a call with `compress`. Tables and flags still travel in float64."""
+    """The transport of a call with `compress`. Tables and flags still travel in float64."""
 
     closes_before = False
 
@@ -34,7 +34,7 @@ class Compressed:
                 )
 
     @contextmanager
-    def across(self, window: Window) -> Iterator[None]:
+    def carrying(self, window: Window) -> Iterator[None]:
         """A context for the synchronisation of a window."""
         travels = travels_of(window)
         try:

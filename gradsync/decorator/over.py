@@ -58,9 +58,9 @@ class Over(Generic[T]):
                     for registry, instance in decorated:
                         registry.go_back(instance)
                 raise
-            for turn in loop.rest():
-                call = next(call for registry, _ in decorated if (call := registry.call_of(turn.run)) is not None)
-                call.take_part(turn.place)
+            for run, place in loop.rest():
+                windows = next(one for registry, _ in decorated if (one := registry.windows_of(run)) is not None)
+                windows.take_part(place)
             for registry, instance in decorated:
                 registry.settle(instance)
         for registry, instance in decorated:
@@ -97,7 +97,7 @@ def _warn_if_open(loop: Loop) -> None:
             run.told = run.window
         warnings.warn(
             f"The loop over {loop.name} was left with a window open: {opened[0].index} micro-batches are accumulated. "
-            f"Call {name}.flush() to use them, on all ranks together, or {name}.reset() to drop them.",
+            f"Windows {name}.flush() to use them, on all ranks together, or {name}.reset() to drop them.",
             RuntimeWarning,
             stacklevel=3,
         )

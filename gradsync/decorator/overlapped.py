@@ -16,7 +16,7 @@ from gradsync._registry import TRAVELLING
 from gradsync._step_hook import stepping
 from gradsync.decorator.compressed import Compressed, travels_of
 from gradsync.decorator.progress import ClosedLosses
-from gradsync.functional import bare_optimizer
+from gradsync.functional import bare_optimizer, factor_of_update
 from gradsync.overlap import check_ddp, check_optimizers, check_scaler, depart, go_back, landing, step_ahead
 from gradsync.ranks.lost import WaitingFor
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from gradsync.decorator.updates import Updates
+    from gradsync.decorator.updater import Updater
     from gradsync.functional import Closing, Run, Team, Window
     from gradsync.overlap import Flight, InFlight
     from gradsync.overlap.saved import Saved
@@ -55,15 +55,15 @@ class Overlapped:
 
     closes_before = True
 
-    def __init__(self, updates: Updates, dtype: torch.dtype | None) -> None:
+    def __init__(self, updater: Updater, dtype: torch.dtype | None) -> None:
         """Gradients travel in `dtype`; None: in their own."""
-        self._updates = weakref.ref(updates)  # its run has this object as its crossing
-        self._num_beside = updates.settings.overlap  # micro-batches that run while gradients travel
+        self._updater = weakref.ref(updater)  # its run has this object as its transport
+        self._num_beside = updater.settings.overlap  # micro-batches that run while gradients travel
         self._dtype = dtype
         self._flights: Sequence[Flight] = ()  # of the window that closes
         self._ddps: Sequence[DistributedDataParallel] = ()
         self._legs: list[_Leg] = []  # oldest first
-        self._closing: _Leg | None = None  # its gradients have left, while those of earlier windows land
+        self._departing: _Leg | None = None  # its gradients have left, while those of earlier windows land
         self._has_gone_back = False
         self._checked: Team | None = None
         self._memory: Saved | None = None  # of the last provisional step, to be used again
@@ -73,24 +73,24 @@ class Overlapped:
     @property
     def run(self) -> Run:
         """The run of these windows."""
-        return self._its_updates.run
+        return self._its_updater.run
 
     @property
     def ids(self) -> frozenset[int]:
         """The ids of the parameters that gradients travel to."""
-        legs = [*self._legs, self._closing] if self._closing is not None else self._legs
+        legs = [*self._legs, self._departing] if self._departing is not None else self._legs
         return frozenset().union(*(leg.team.ids for leg in legs))
 
     @property
     def is_travelling(self) -> bool:
         """Whether an update is still to be made."""
-        return bool(self._legs) or self._closing is not None
+        return bool(self._legs) or self._departing is not None
 
     def check(self, team: Team) -> None:
         """Raise on every rank if gradients cannot travel. Asked when a window opens."""
         if team.num_ranks == 1:
             return
-        check_scaler(self._its_updates.scaler)
+        check_scaler(self._its_updater.scaler)
         if team is self._checked:
             return
         check_optimizers(self.run.who.optimizers)
@@ -117,7 +117,7 @@ class Overlapped:
     # -- a window -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def across(self, window: Window) -> Iterator[None]:
+    def carrying(self, window: Window) -> Iterator[None]:
         """A context for the synchronisation of a window: copies of its gradients depart, and the gradients stay."""
         travels = travels_of(window)
         ddps = [engine.carrier.ddp for engine in window.active if engine.carrier is not None]
@@ -149,24 +149,23 @@ class Overlapped:
 
     def close(self, closing: Closing) -> None:
         """The gradients of the window have departed: land earlier ones, and make a provisional update."""
-        updates = self._its_updates
-        window = updates.run.window
+        updater = self._its_updater
+        window = updater.run.window
         assert window is not None, "it is closed here"
         team = window.team
         closed = ClosedLosses(window, closing)
-        if closing.factor is None or not updates.keeps(closing):
+        factor = factor_of_update(updater.settings.tail, closing)
+        if factor is None:
             self._drop()
             team.drop_gradients()
-            updates.end_window()
+            updater.end_window()
             self._land()
-            updates.record.note_skipped(closed)
+            updater.record.note_skipped(closed)
             return
-        self._closing = _Leg(
-            self._flights, self._ddps, team, closing.factor, closing.own_factor, closed, closing.failures
-        )
+        self._departing = _Leg(self._flights, self._ddps, team, factor, closing.own_factor, closed, closing.failures)
         self._flights, self._ddps = (), ()
         TRAVELLING.add(self)
-        updates.end_window()
+        updater.end_window()
         try:
             self._land()
         except BaseException:
@@ -177,7 +176,7 @@ class Overlapped:
     def settle(self) -> None:
         """Land all that travels."""
         self._land()
-        if self._closing is not None:  # from within on_update
+        if self._departing is not None:  # from within on_update
             self._depart(ahead=False)
             self._land()
 
@@ -200,10 +199,10 @@ class Overlapped:
         TRAVELLING.discard(self)
 
     def _depart(self, *, ahead: bool) -> None:
-        updates, leg = self._its_updates, self._closing
+        updater, leg = self._its_updater, self._departing
         if leg is None:
             return
-        who, self._closing = updates.run.who, None
+        who, self._departing = updater.run.who, None
         optimizers = [bare_optimizer(one) for one in who.optimizers]
         in_flight = replace(depart(leg.flights, optimizers, who.models, self.settle), spare=self._memory)
         self._memory, leg.in_flight = None, in_flight
@@ -213,8 +212,8 @@ class Overlapped:
             leg.in_flight = step_ahead(
                 in_flight,
                 factor=leg.own_factor if ahead else None,
-                clip_norm=updates.settings.clip_norm,
-                nonfinite=updates.settings.nonfinite,
+                clip_norm=updater.settings.clip_norm,
+                nonfinite=updater.settings.nonfinite,
             )
 
     def _land(self) -> None:
@@ -222,17 +221,17 @@ class Overlapped:
             leg = self._legs[0]
             in_flight = leg.in_flight
             assert in_flight is not None, "it has departed"
-            updates, arrived = self._its_updates, False
+            updater, arrived = self._its_updater, False
             try:
                 with WaitingFor(self.run.what):
                     failed = leg.failures is not None and any(row[0] for row in leg.failures.rows())
                 with landing(in_flight), stepping():
                     arrived = True
                     self._arrived(leg)
-                    made = None if failed else updates.step(leg.team, leg.factor)
+                    made = None if failed else updater.step(leg.team, leg.factor)
             except BaseException:
                 if arrived:
-                    updates.note_failed(leg.closed)
+                    updater.note_failed(leg.closed)
                 else:
                     self.go_back()
                 raise
@@ -245,9 +244,9 @@ class Overlapped:
                 assert later.in_flight is not None, "it has departed"
                 later.in_flight.watch.note()
             if made is None:
-                updates.record.note_skipped(leg.closed)
+                updater.record.note_skipped(leg.closed)
             else:
-                updates.note_landed(made, leg.closed)
+                updater.note_landed(made, leg.closed)
 
     def _arrived(self, leg: _Leg) -> None:
         self._legs.remove(leg)
@@ -261,10 +260,10 @@ class Overlapped:
         self._flights, self._ddps = (), ()
 
     @property
-    def _its_updates(self) -> Updates:
-        updates = self._updates()
-        assert updates is not None, "their call has this"
-        return updates
+    def _its_updater(self) -> Updater:
+        updater = self._updater()
+        assert updater is not None, "their call has this"
+        return updater
 
 
 def _count(ddps: Sequence[DistributedDataParallel], more: int) -> None:

@@ -1,4 +1,4 @@
-"""`Registry`: all windows of one decorated function. Finds the windows of a call; flushes, saves and loads all."""
+"""`Registry`: the `Windows` of one decorated function. Finds those of a call; flushes, saves and loads all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync.decorator.call import Call
-from gradsync.decorator.casting import cast_of, check_cast
 from gradsync.decorator.checkpoint import VERSION, check, check_steps_of, load, progress_in, save, windows_in
 from gradsync.decorator.loops import Loops
+from gradsync.decorator.orphaned import Orphaned
+from gradsync.decorator.participants import check_complete, participants_of
 from gradsync.decorator.progress import Progress
-from gradsync.decorator.unfinished import Unfinished
+from gradsync.decorator.windows import Windows
 from gradsync.overlap import LEFT
 from gradsync.ranks.meet import nothing_here
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gradsync.decorator.casting import Cast
     from gradsync.decorator.loops import Key
+    from gradsync.decorator.participants import Participants
     from gradsync.decorator.settings import Settings
     from gradsync.functional import Loop, Run
 
@@ -43,11 +43,11 @@ class Registry:
         self.name = name
         self._settings = settings
         self._place = place
-        self._calls: list[tuple[Key, Call]] = []
+        self._every: list[tuple[Key, Windows]] = []
         self._order = itertools.count()
-        self._latest: dict[Key, weakref.ref[Call]] = {}
+        self._latest: dict[Key, weakref.ref[Windows]] = {}
         self._loops = Loops(name)
-        self._unfinished = Unfinished(name)
+        self._orphaned = Orphaned(name)
         self._loaded: dict[Key, list[dict[str, Any]]] = {}  # loaded states whose window has had no call yet
         self._loaded_latest: dict[Key, int | None] = {}  # the number of the state that was called last
 
@@ -61,14 +61,14 @@ class Registry:
     ) -> Any:
         """One micro-batch."""
         key = _key(instance)
-        participants = self._settings.casting.participants(instance, args, kwargs)
+        found = self._settings.finder.find(instance, args, kwargs)
         latest = self._latest.get(key)
-        call = None if latest is None else latest()
-        if call is None or not call.has(participants):
-            call = self._find(instance, key, participants, [*args, *kwargs.values()])
-        if call.run.window is None:
-            self._settings.casting.refuse_hidden(participants, args, kwargs, self.name)
-        return call.micro_batch(function, args, kwargs, self._loop_of(key, call) if self._loops else None)
+        windows = None if latest is None else latest()
+        if windows is None or not windows.has(found):
+            windows = self._find(instance, key, found, [*args, *kwargs.values()])
+        if windows.run.window is None:
+            self._settings.finder.refuse_hidden(found, args, kwargs, self.name)
+        return windows.micro_batch(function, args, kwargs, self._loop_of(key, windows) if self._loops else None)
 
     # -- loops ------------------------------------------------------------------------------------------------------
 
@@ -83,21 +83,21 @@ class Registry:
     def runs(self, instance: object, position: int) -> list[Run]:
         """The runs that a loop in this thread may call, in the order of their first call."""
         runs = []
-        for call in self._all(instance):
-            if call.thread in {None, get_ident()}:
-                call.run.key = position * _MOST_RUNS + call.order
-                runs.append(call.run)
+        for windows in self._all(instance):
+            if windows.thread in {None, get_ident()}:
+                windows.run.key = position * _MOST_RUNS + windows.order
+                runs.append(windows.run)
         return runs
 
-    def call_of(self, run: Run) -> Call | None:
-        """The call of a run."""
-        return next((call for _, call in self._calls if call.run is run), None)
+    def windows_of(self, run: Run) -> Windows | None:
+        """The windows of a run."""
+        return next((windows for _, windows in self._every if windows.run is run), None)
 
-    def _loop_of(self, key: Key, call: Call) -> Loop | None:
+    def _loop_of(self, key: Key, windows: Windows) -> Loop | None:
         running = self._loops.of_call(key)
         if running is None:
             return None
-        call.run.key = running.position * _MOST_RUNS + call.order
+        windows.run.key = running.position * _MOST_RUNS + windows.order
         return running.loop
 
     # -- all windows ------------------------------------------------------------------------------------------------
@@ -105,53 +105,53 @@ class Registry:
     def flush(self, instance: object) -> None:
         """Close all open windows."""
         self._loops.forget_read_ahead(_key(instance))
-        self._unfinished.forget(_key(instance))
-        calls = self._all(instance)
-        if not calls:
+        self._orphaned.forget(_key(instance))
+        every = self._all(instance)
+        if not every:
             nothing_here(f"flush of {self.name}")
-        for call in calls:
-            call.flush()
+        for windows in every:
+            windows.flush()
 
     def settle(self, instance: object) -> None:
         """Wait for what travels in this thread's windows, and make the updates."""
-        for call in self._called(instance):
-            if call.thread in {None, get_ident()}:
-                call.settle()
+        for windows in self._called(instance):
+            if windows.thread in {None, get_ident()}:
+                windows.settle()
 
     def go_back(self, instance: object) -> None:
         """After an exception: put the last true parameters back."""
-        for call in self._called(instance):
-            if call.ahead is not None and call.thread in {None, get_ident()}:
-                call.ahead.go_back()
+        for windows in self._called(instance):
+            if windows.ahead is not None and windows.thread in {None, get_ident()}:
+                windows.ahead.go_back()
 
     def reset(self, instance: object) -> None:
         """Discard all open windows."""
         self._loops.forget_read_ahead(_key(instance))
-        self._unfinished.forget(_key(instance))
-        for call in self._called(instance):
-            call.reset()
+        self._orphaned.forget(_key(instance))
+        for windows in self._called(instance):
+            windows.reset()
 
     def progress(self, instance: object) -> Progress:
         """The progress of the window that was called last."""
         key = _key(instance)
         ref = self._latest.get(key)
-        call = None if ref is None else ref()
-        if call is not None:
-            return call.progress
+        windows = None if ref is None else ref()
+        if windows is not None:
+            return windows.progress
         latest = self._loaded_latest.get(key)
         return Progress() if latest is None else progress_in(self._loaded[key][latest])
 
     def state_dict(self, instance: object) -> dict[str, Any]:
         """The states of all windows, in the order of their first call, and the number of the last called."""
         key = _key(instance)
-        calls, ref = self._called(instance), self._latest.get(key)
-        for call in calls:
-            call.settle()
-        latest = next((place for place, one in enumerate(calls) if ref is not None and one is ref()), None)
+        every, ref = self._called(instance), self._latest.get(key)
+        for windows in every:
+            windows.settle()
+        latest = next((place for place, one in enumerate(every) if ref is not None and one is ref()), None)
         return {
             "version": VERSION,
-            "windows": [*(save(call) for call in calls), *self._loaded.get(key, [])],
-            "latest": latest if calls else self._loaded_latest.get(key),
+            "windows": [*(save(windows) for windows in every), *self._loaded.get(key, [])],
+            "latest": latest if every else self._loaded_latest.get(key),
         }
 
     def load_state_dict(self, state: dict[str, Any], instance: object) -> None:
@@ -160,57 +160,57 @@ class Registry:
         All are checked before any is loaded. A window that the state does not have begins anew.
         """
         key = _key(instance)
-        states, calls = windows_in(state), self._called(instance)
-        for call in calls:
-            call.settle()
-        for call, one in zip(calls, states, strict=False):
-            check(call, one)
+        states, every = windows_in(state), self._called(instance)
+        for windows in every:
+            windows.settle()
+        for windows, one in zip(every, states, strict=False):
+            check(windows, one)
         for one in states:
             check_steps_of(one, self.name, self._settings.steps)
-        self._unfinished.forget(key)
-        for call in calls:
-            call.begin_anew()
-        for call, one in zip(calls, states, strict=False):
-            load(call, one)
+        self._orphaned.forget(key)
+        for windows in every:
+            windows.begin_anew()
+        for windows, one in zip(every, states, strict=False):
+            load(windows, one)
         latest = state["latest"]
-        if latest is not None and latest < len(calls):
-            self._latest[key] = weakref.ref(calls[latest])
-        self._loaded[key], self._loaded_latest[key] = states[len(calls) :], None if calls else latest
+        if latest is not None and latest < len(every):
+            self._latest[key] = weakref.ref(every[latest])
+        self._loaded[key], self._loaded_latest[key] = states[len(every) :], None if every else latest
         if instance is not None:
             _at_the_end_of(instance, _forgetting(self, key))
 
     def warn_if_open(self) -> None:
         """Called at the end of the function or the program."""
-        for _, call in self._calls:
-            self._warn_if_open(call)
+        for _, windows in self._every:
+            self._warn_if_open(windows)
 
     def forget(self, key: Key) -> None:
         """An instance is gone; another instance may get its id."""
-        gone = [call for own, call in self._calls if own == key]
-        self._calls = [(own, call) for own, call in self._calls if own != key]
-        self._unfinished.forget(key)
+        gone = [windows for own, windows in self._every if own == key]
+        self._every = [(own, windows) for own, windows in self._every if own != key]
+        self._orphaned.forget(key)
         for table in (self._latest, self._loaded, self._loaded_latest):
             table.pop(key, None)
-        for call in gone:
-            self._warn_if_open(call)  # which may raise, where warnings are errors
+        for windows in gone:
+            self._warn_if_open(windows)  # which may raise, where warnings are errors
 
-    def _drop(self, call: Call) -> None:
+    def _drop(self, windows: Windows) -> None:
         """An optimizer is gone: drop its windows."""
-        for key in [own for own, one in self._calls if one is call]:
-            self._unfinished.note(key, call.run)
-        self._calls = [(key, one) for key, one in self._calls if one is not call]
-        self._warn_if_open(call)  # which may raise, where warnings are errors
+        for key in [own for own, one in self._every if one is windows]:
+            self._orphaned.note(key, windows.run)
+        self._every = [(key, one) for key, one in self._every if one is not windows]
+        self._warn_if_open(windows)  # which may raise, where warnings are errors
 
-    def _warn_if_open(self, call: Call) -> None:
+    def _warn_if_open(self, windows: Windows) -> None:
         # No warning after an error that ended the program.
-        if call.ahead is not None and call.ahead.is_travelling:
-            call.ahead.abandon()
+        if windows.ahead is not None and windows.ahead.is_travelling:
+            windows.ahead.abandon()
             if getattr(sys, "last_value", None) is None:
                 warnings.warn_explicit(LEFT.format(what=self.name), RuntimeWarning, *self._place)
-        index, size, told = call.run.index, call.progress.size, call.run.told is call.run.window
+        index, size, told = windows.run.index, windows.progress.size, windows.run.told is windows.run.window
         if not index:
             return
-        call.run.abandon()
+        windows.run.abandon()
         if not told and getattr(sys, "last_value", None) is None:
             warnings.warn_explicit(
                 f"{self.name} ended with a window open: {index} of {size} "
@@ -220,54 +220,54 @@ class Registry:
                 *self._place,
             )
 
-    def _find(self, instance: object, key: Key, participants: Sequence[object], came: Sequence[object] = ()) -> Call:
-        cast = cast_of(participants)
-        check_cast(cast, self.name, came, is_method=instance is not None)
-        call = next((one for own, one in self._calls if own == key and one.is_for(cast, instance)), None)
-        if call is None:
-            self._unfinished.check(key, cast.models, [one.run for own, one in self._calls if own == key])
-            call = self._make(instance, key, cast)
-        call.bind(cast, participants)
-        self._latest[key] = weakref.ref(call)
-        self._load_waiting(key, call, cast)
-        return call
+    def _find(self, instance: object, key: Key, found: Sequence[object], came: Sequence[object] = ()) -> Windows:
+        participants = participants_of(found)
+        check_complete(participants, self.name, came, is_method=instance is not None)
+        windows = next((one for own, one in self._every if own == key and one.is_for(participants, instance)), None)
+        if windows is None:
+            self._orphaned.check(key, participants.models, [one.run for own, one in self._every if own == key])
+            windows = self._make(instance, key, participants)
+        windows.bind(participants, found)
+        self._latest[key] = weakref.ref(windows)
+        self._load_waiting(key, windows, participants)
+        return windows
 
-    def _make(self, instance: object, key: Key, cast: Cast) -> Call:
-        call = Call(self.name, next(self._order), self._settings, cast, instance)
-        self._calls.append((key, call))
-        ours, theirs = weakref.ref(self), weakref.ref(call)
+    def _make(self, instance: object, key: Key, participants: Participants) -> Windows:
+        windows = Windows(self.name, next(self._order), self._settings, participants, instance)
+        self._every.append((key, windows))
+        ours, theirs = weakref.ref(self), weakref.ref(windows)
 
         def drop(_: object = None) -> None:
             registry, gone = ours(), theirs()
             if registry is not None and gone is not None:
                 registry._drop(gone)
 
-        call.ends = [weakref.ref(optimizer, drop) for optimizer in cast.optimizers]
+        windows.ends = [weakref.ref(optimizer, drop) for optimizer in participants.optimizers]
         if instance is not None:
             _at_the_end_of(instance, _forgetting(self, key))
-        return call
+        return windows
 
-    def _load_waiting(self, key: Key, call: Call, cast: Cast) -> None:
+    def _load_waiting(self, key: Key, windows: Windows, participants: Participants) -> None:
         """At the first call of a window: load the state that waits for it."""
         waiting = self._loaded.get(key)
-        if not waiting or call.record.num_steps:
+        if not waiting or windows.record.num_steps:
             return
-        with _keeping_buffers(cast.models if waiting[0]["index"] else ()):
-            call.run.fit()
-        check(call, waiting[0])
-        load(call, waiting[0])
+        with _keeping_buffers(participants.models if waiting[0]["index"] else ()):
+            windows.run.fit()
+        check(windows, waiting[0])
+        load(windows, waiting[0])
         self._loaded[key], self._loaded_latest[key] = waiting[1:], None
 
-    def _called(self, instance: object) -> list[Call]:
-        """The calls of an instance, in the order of their first call."""
+    def _called(self, instance: object) -> list[Windows]:
+        """Those of an instance, in the order of their first call."""
         key = _key(instance)
-        return [call for own, call in self._calls if own == key]
+        return [windows for own, windows in self._every if own == key]
 
-    def _all(self, instance: object) -> list[Call]:
-        """The same. If there is none, and the keywords name the participants, the call of those is made."""
-        key, casting = _key(instance), self._settings.casting
-        if casting.known() and not self._called(instance):
-            self._find(instance, key, casting.participants(None, (), {}))
+    def _all(self, instance: object) -> list[Windows]:
+        """The same. If there is none, and the keywords name the participants, the windows of those are made."""
+        key, finder = _key(instance), self._settings.finder
+        if finder.known() and not self._called(instance):
+            self._find(instance, key, finder.find(None, (), {}))
         return self._called(instance)
 
 
@@ -287,7 +287,7 @@ def _forgetting(registry: Registry, key: Key) -> Callable[[], None]:
 
 
 def _at_the_end_of(instance: object, forget: Callable[[], None]) -> None:
-    """Call `forget` when the instance dies. With __slots__ nobody is told; its optimizer then ends its windows."""
+    """Windows `forget` when the instance dies. With __slots__ nobody is told; its optimizer then ends its windows."""
     with suppress(TypeError):
         weakref.finalize(instance, forget).atexit = False
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from gradsync.functional import NonFinite, Steps, Terms
+from gradsync.functional import NonFinite, Steps, Tail, Terms
 from gradsync.overlap import check_compress, check_settings
 from gradsync.parts import Fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gradsync.decorator.casting import Casting
+    from gradsync.decorator.participants import Finder
     from gradsync.parts import Cut
 
-Tail = Literal["step", "drop", "carry"]
 Sync = Literal["window", "each", "shard"]
 Compress = Literal["bf16"]
 
@@ -25,7 +24,7 @@ class Settings:
     """The arguments of `accumulating`."""
 
     steps: Steps
-    casting: Casting
+    finder: Finder
     clip_norm: float | None = None
     tail: Tail = "step"
     sync: Sync = "window"
@@ -70,7 +69,7 @@ class Settings:
 
     def in_words(self) -> str:
         """The settings that differ from the defaults, as source code."""
-        given = [one for one in fields(self) if one.name not in {"steps", "casting"}]
+        given = [one for one in fields(self) if one.name not in {"steps", "finder"}]
         changed = [(one.name, value) for one in given if (value := getattr(self, one.name)) != one.default]
         return ", ".join(f"{name}={_as_written(value)}" for name, value in [("steps", self.steps), *changed])
 

@@ -58,21 +58,24 @@ micro-batches that do not fit in memory in such a loop (`fit`), and how large on
 
 from gradsync._loss import LossSum, detach, find_loss
 from gradsync.functional._boundary import Begun
+from gradsync.functional._closing import Closing
 from gradsync.functional._fit import Fitting, fit
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
 from gradsync.functional._in_parts import InParts, PartedBackward
-from gradsync.functional._in_step import Turn
 from gradsync.functional._iterator import sync_every
+from gradsync.functional._lockstep import StandIn
 from gradsync.functional._loop import Loop
 from gradsync.functional._micro_step import MicroStep
 from gradsync.functional._no_sync import no_sync
 from gradsync.functional._place import Part, Place
 from gradsync.functional._rows import rows_that_fit
 from gradsync.functional._run import Run
-from gradsync.functional._share import Closing, Share
+from gradsync.functional._scaling import is_scaling
 from gradsync.functional._steps import Steps, correction, sizes, window_size
 from gradsync.functional._stream import length, with_last
 from gradsync.functional._sync_gradients import sync_gradients
+from gradsync.functional._table import Share
+from gradsync.functional._tail import Tail, ends_with_data, factor_of_update
 from gradsync.functional._team import Team
 from gradsync.functional._terms import Terms, Who
 from gradsync.functional._update import (
@@ -103,10 +106,11 @@ __all__ = [
     "Place",
     "Run",
     "Share",
+    "StandIn",
     "Steps",
+    "Tail",
     "Team",
     "Terms",
-    "Turn",
     "Update",
     "Who",
     "Window",
@@ -117,8 +121,11 @@ __all__ = [
     "correction",
     "detach",
     "discard",
+    "ends_with_data",
+    "factor_of_update",
     "find_loss",
     "fit",
+    "is_scaling",
     "length",
     "move",
     "no_sync",

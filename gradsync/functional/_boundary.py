@@ -6,17 +6,18 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradsync.functional._backward import Order
-from gradsync.functional._share import SUMS, Closing
+from gradsync.functional._closing import Closing
+from gradsync.functional._table import SUMS
 from gradsync.ranks.lost import WaitingFor, is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from gradsync.functional._crossing import Crossing
     from gradsync.functional._exchange import Exchange
-    from gradsync.functional._share import Share
+    from gradsync.functional._table import Share
     from gradsync.functional._terms import Terms
+    from gradsync.functional._transport import Transport
     from gradsync.functional._window import Window
     from gradsync.ranks.line import Sent
 
@@ -25,19 +26,19 @@ class Boundary:
     """The boundary of one window: `synchronise` does it all; or `begin`, the caller's backward, then `conclude`."""
 
     def __init__(
-        self, window: Window, terms: Terms, exchange: Exchange, crossing: Crossing, heard: Sent | None = None
+        self, window: Window, terms: Terms, exchange: Exchange, transport: Transport, heard: Sent | None = None
     ) -> None:
         """`heard` is the table, if the ranks have sent it already."""
         self._window = window
         self._terms = terms
         self._exchange = exchange
-        self._crossing = crossing
+        self._transport = transport
         self._heard = heard
         self._sent: Sent | None = None
         self._due: Sequence[bool] = ()  # which ranks were to have a micro-batch, by rank
         self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
         self._arrivals: Sequence[Callable[[], None]] | None = None  # waits for buffers that have left already
-        self._across: AbstractContextManager[Any] | None = None  # entered by `begin`
+        self._carrying: AbstractContextManager[Any] | None = None  # entered by `begin`
 
     def order(self) -> Order:
         """How the engines synchronise. The table leaves now; or, if they synchronise twice, between the two."""
@@ -48,10 +49,10 @@ class Boundary:
         return order
 
     def begin(self) -> Order:
-        """The same, for a backward of the caller's, after which it calls `conclude`. Enters the crossing."""
+        """The same, for a backward of the caller's, after which it calls `conclude`. Enters the transport."""
         order = self.order()
-        self._across = across = ExitStack()
-        across.enter_context(self._crossing.across(self._window))
+        self._carrying = carrying = ExitStack()
+        carrying.enter_context(self._transport.carrying(self._window))
         return order
 
     def synchronise(self, run: Callable[[Order], None]) -> Closing:
@@ -61,10 +62,10 @@ class Boundary:
     def conclude(self, run: Callable[[], None]) -> Closing:
         """The same, where the order is known to `run` already."""
         window = self._window
-        across = self._across or self._crossing.across(window)
+        carrying = self._carrying or self._transport.carrying(window)
         with WaitingFor(window.what):
             try:
-                with across:
+                with carrying:
                     run()
             except BaseException as error:
                 if not is_lost(error):
@@ -85,7 +86,7 @@ class Boundary:
         if not self._terms.skip or team.num_ranks == 1:
             return closing
         failures = team.line.send([float(window.failed)])
-        if self._crossing.closes_before:
+        if self._transport.closes_before:
             return closing._replace(failures=failures)
         return closing.without() if any(row[0] for row in failures.rows()) else closing
 
@@ -97,7 +98,7 @@ class Boundary:
             self._share_buffers()
             if self._terms.skip and window.team.num_ranks > 1:
                 failures = window.team.line.send([1.0])
-                if not self._crossing.closes_before:
+                if not self._transport.closes_before:
                     failures.rows()
         except Exception as second:  # noqa: BLE001 - the first error goes on
             if is_lost(second):
@@ -106,7 +107,7 @@ class Boundary:
     def _send(self) -> None:
         self._due = self._exchange.due
         self._sent = self._heard if self._heard is not None else self._exchange.send(self._window)
-        if self._crossing.closes_before and self._window.team.num_ranks > 1:
+        if self._transport.closes_before and self._window.team.num_ranks > 1:
             source = 0 if self._lowest_is_due else self._source()
             self._arrivals = [engine.send_buffers(source) for engine in self._window.active]
 

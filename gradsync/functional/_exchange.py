@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._share import IN_WORDS, NOTHING, PLAIN, SUMS, Share
+from gradsync.functional._table import IN_WORDS, NOTHING, PLAIN, SUMS, Share
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import agreed, insist, meet
 
@@ -71,7 +71,7 @@ class Counted:
 
     def plan(self, window: Window) -> None:
         """Where forwards communicate, compare the sizes now: ranks with windows of other sizes would hang."""
-        if window.team.in_step and callable(self._terms.steps):
+        if window.team.lockstep and callable(self._terms.steps):
             window.sizes = window.team.line.send([float(window.size)])
 
     def send(self, window: Window) -> Sent | None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
     from gradsync.functional._boundary import Begun
+    from gradsync.functional._closing import Closing
     from gradsync.functional._place import Place
     from gradsync.functional._run import Run
-    from gradsync.functional._share import Closing
     from gradsync.functional._team import Team
     from gradsync.parts import Cut
 

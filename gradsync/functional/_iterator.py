@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from gradsync.functional._loop import Loop
 from gradsync.functional._micro_step import HandedOut, MicroStep
+from gradsync.functional._micro_step_checks import leave
 from gradsync.functional._no_sync import check_modules
 from gradsync.functional._run import Run
 from gradsync.functional._stream import length
 from gradsync.functional._terms import Terms, Who
-from gradsync.functional._turn_checks import leave
 from gradsync.ranks.group import require_group
 from gradsync.ranks.meet import insist, meet
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gradsync._errors import GradSyncError
 from gradsync.functional._data import Data
 from gradsync.functional._exchange import alike
-from gradsync.functional._in_step import InStep, Turn
+from gradsync.functional._lockstep import Lockstep, StandIn
 from gradsync.functional._loop_checks import check_lengths, check_repeats, insist_on_windows
 from gradsync.functional._place import Part
-from gradsync.functional._share import NOBODY, Share
+from gradsync.functional._table import NOBODY, Share
+from gradsync.functional._tail import ends_with_data
 from gradsync.functional._talk import Talk
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import meet_with_data, nothing_here
@@ -42,7 +43,7 @@ class Loop:
         self.called_from: object = None  # where the last call came from, if there were items without a call
         self.kept: dict[Run, Any] = {}  # keeps what a replay needs alive until the loop ends
         self._talk = Talk(name, runs)
-        self._in_step = InStep(self.data, self._talk)
+        self._lockstep = Lockstep(self.data, self._talk)
         self._lanes: dict[Run, _Lane] = {}
         self._is_as_long = True  # whether all ranks are known to have as many items
         self._told_end: set[Run] = set()  # runs of which this rank has told the others that their last window closes
@@ -67,7 +68,7 @@ class Loop:
         Where the length is not known, one item is drawn ahead; two where ranks tell each other of the next call before
         it begins.
         """
-        return self.data.items(iterable, self.name, lambda: 2 if self._talk.is_in_step else 1)
+        return self.data.items(iterable, self.name, lambda: 2 if self._talk.is_in_lockstep else 1)
 
     def calls_once(self, run: Run) -> None:
         """Declare that the run is called once for each item."""
@@ -92,16 +93,16 @@ class Loop:
             talk.called.append(run)
             talk.check_keys()
         window = run.window or run.open(run.fit())
-        if talk.is_in_step:
-            ends = self._in_step.ends(run, window)
+        if talk.is_in_lockstep:
+            ends = self._lockstep.ends(run, window)
         else:
             # Ranks with more items may come to another run's window first. They tell which one is next in `rest`.
             ends = self.data.is_in_last_call(run) and (self._is_as_long or len(talk.known) <= 1)
-        return ends and run.terms.tail != "carry"
+        return ends and ends_with_data(run.terms.tail)
 
     def plan(self, run: Run, window: Window) -> None:
         """Called when a window opens."""
-        self._in_step.plan(run, window)
+        self._lockstep.plan(run, window)
 
     # -- a window that closes ---------------------------------------------------------------------------------------
 
@@ -132,7 +133,7 @@ class Loop:
 
     # -- after this rank's data -------------------------------------------------------------------------------------
 
-    def rest(self) -> Iterator[Turn]:
+    def rest(self) -> Iterator[StandIn]:
         """The places that this rank takes after its own data has ended, in its own open windows and in the others'.
 
         The caller repeats or misses each of them (its `part` says which), and closes windows, before the next.
@@ -143,7 +144,7 @@ class Loop:
             return
         with WaitingFor(lambda: f"the windows of {self.name} that other ranks may still have"):
             while not self._all_know_the_end:
-                turn = self._in_step.next(self._stand_in) if self._talk.is_in_step else self._next()
+                turn = self._lockstep.next(self._stand_in) if self._talk.is_in_lockstep else self._next()
                 if turn is None:
                     return
                 yield turn
@@ -158,12 +159,12 @@ class Loop:
             and not any(share.left or share.open != NOBODY for share in self._talk.shares)
         )
 
-    def _close_alone(self) -> Iterator[Turn]:
+    def _close_alone(self) -> Iterator[StandIn]:
         for run in self._talk.known:
-            if run.window is not None and run.terms.tail != "carry":
-                yield Turn(run, self._stand_in(run, Part.MISSES)._replace(last=True))
+            if run.window is not None and ends_with_data(run.terms.tail):
+                yield StandIn(run, self._stand_in(run, Part.MISSES)._replace(last=True))
 
-    def _next(self) -> Turn | None:
+    def _next(self) -> StandIn | None:
         """The next window that any rank closes, where no forward communicates."""
         talk, runs = self._talk, self._talk.known
         alone = runs[0] if len(runs) == 1 else None
@@ -176,7 +177,7 @@ class Loop:
             return None
         place = self._stand_in(closing, Part.MISSES)._replace(last=True)
         closing.heard(sent)
-        return Turn(closing, place)
+        return StandIn(closing, place)
 
     def _stand_in(self, run: Run, part: Part) -> Place:
         return run.stand_in(self.lane(run), part)

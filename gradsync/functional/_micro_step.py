@@ -12,8 +12,8 @@ from gradsync.functional._backward import NO_RANGE
 from gradsync.functional._gradients import normalise
 from gradsync.functional._in_parts import PartedBackward
 from gradsync.functional._leaf_hooks import PlainBackward, weightless
+from gradsync.functional._micro_step_checks import StepWatch, insist_on_none_inside, insist_on_none_left
 from gradsync.functional._place import Part, Place
-from gradsync.functional._turn_checks import StepWatch, insist_on_none_inside, insist_on_none_left
 from gradsync.ranks.lost import waited
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     import torch
 
     from gradsync.functional._backward import RunBackward
+    from gradsync.functional._closing import Closing
     from gradsync.functional._in_parts import InParts
     from gradsync.functional._run import Run
-    from gradsync.functional._share import Closing
 
 _NUM_LOOKED_AT = 2  # windows
 

@@ -11,15 +11,15 @@ from gradsync._loss import LossSum, check_loss, no_gradient
 from gradsync._registry import OPEN
 from gradsync.functional._backward import HELD, Both, Joined, Order, backward, named_range, reduce
 from gradsync.functional._boundary import Begun, Boundary
-from gradsync.functional._crossing import Plainly
 from gradsync.functional._exchange import Counted, compare_sizes, meet_at_flush
 from gradsync.functional._leaf_hooks import weightless
 from gradsync.functional._others import insist_on_one_window, land
 from gradsync.functional._place import Part, Place
-from gradsync.functional._share import PLAIN
 from gradsync.functional._steps import window_size
+from gradsync.functional._table import PLAIN
 from gradsync.functional._team import Team
 from gradsync.functional._terms import Terms, Who
+from gradsync.functional._transport import EnginesOwn
 from gradsync.functional._update import owned
 from gradsync.functional._window import Window
 from gradsync.ranks.lost import WaitingFor, is_lost
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
     from gradsync.functional._backward import RunBackward
-    from gradsync.functional._crossing import Crossing
+    from gradsync.functional._closing import Closing
     from gradsync.functional._exchange import Exchange, Lane, Lanes
-    from gradsync.functional._share import Closing
+    from gradsync.functional._transport import Transport
     from gradsync.ranks.line import Sent
 
 
@@ -58,11 +58,11 @@ class Run:
         self._num_dropped = 0  # dropped micro-batches of closed windows
         self.team: Team | None = None
         self.window: Window | None = None
-        self.last: Any = None  # the last good micro-batch, for a replay: has `is_alive`
+        self.replay: Any = None  # runs the last good micro-batch once more; has `is_alive`
         self.told: Window | None = None  # the open window that a warning has told of
         self.who = Who()
         # How gradients travel; `overlap` and `compress` put another way here.
-        self.crossing: Crossing = Plainly()
+        self.transport: Transport = EnginesOwn()
         self._lane: Lane | None = None  # what the current place's loop is to this run; None without a loop
         self._heard: Sent | None = None  # the table of the window that closes, if it was sent before
         self._agreed = False  # whether the ranks have agreed to flush
@@ -80,7 +80,7 @@ class Run:
     @property
     def can_repeat(self) -> bool:
         """Whether there is a micro-batch to run again."""
-        return self.last is not None and self.last.is_alive
+        return self.replay is not None and self.replay.is_alive
 
     # -- a micro-batch ----------------------------------------------------------------------------------------------
 
@@ -264,14 +264,14 @@ class Run:
         if self.team is None or not self.team.fits(models, optimizers):
             inside = (one for model in models for one in model.parameters())
             land({id(parameter) for parameter in (*owned(optimizers), *inside)}, of=self)
-            self.team = Team(self.name, models, optimizers, sync=self.terms.sync, last=self.team)
+            self.team = Team(self.name, models, optimizers, sync=self.terms.sync, before=self.team)
         return self.team
 
     def open(self, team: Team) -> Window:
         """Open a window of this team, which must fit the models and optimizers."""
         insist_on_one_window(self.name, team.ids, of=self)
         land(team.ids, beside=self)
-        self.crossing.check(team)
+        self.transport.check(team)
         window = Window(team, self.number, window_size(self.terms.steps, self.number))
         self._exchange.plan(window)
         OPEN.add(self)
@@ -339,7 +339,7 @@ class Run:
         """The boundary of the open window, at its last place."""
         compare_sizes(self._open_window)
         heard, self._heard = self._heard, None
-        return Boundary(self._open_window, self.terms, self._exchange, self.crossing, heard)
+        return Boundary(self._open_window, self.terms, self._exchange, self.transport, heard)
 
     @property
     def _exchange(self) -> Exchange:
@@ -351,7 +351,7 @@ class Run:
         if not window.active:
             return HELD
         # Where ranks may run out at different times, one synchronisation a window is what they can count on.
-        if self.terms.sync == "each" and (self._lane is None or window.team.num_ranks == 1 or window.team.in_step):
+        if self.terms.sync == "each" and (self._lane is None or window.team.num_ranks == 1 or window.team.lockstep):
             return Order.of_boundary(window.active, 1)
         return Order.of_held(window.active)
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._share import NOBODY, Share
+from gradsync.functional._table import NOBODY, Share
+from gradsync.functional._tail import ends_with_data
 from gradsync.ranks.line import device_of
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import ONE_FORWARD, ranks_where
@@ -45,17 +46,17 @@ class Talk:
         return self.chief.team
 
     @property
-    def is_in_step(self) -> bool:
+    def is_in_lockstep(self) -> bool:
         """Whether the ranks run each call together, in one window of the loop and so in all."""
         for run in self.called:  # asked in each call, where a generator would cost more than the answer
-            if run.team is not None and run.team.in_step:
+            if run.team is not None and run.team.lockstep:
                 return True
-        return self.chief is not None and self.chief.team is not None and self.chief.team.in_step
+        return self.chief is not None and self.chief.team is not None and self.chief.team.lockstep
 
     @property
     def first_open(self) -> float:
         """The key of the first window that is open here and that the end of the data closes."""
-        opened = [run.key for run in self.known if run.index and run.terms.tail != "carry"]
+        opened = [run.key for run in self.known if run.index and ends_with_data(run.terms.tail)]
         return float(min(opened)) if opened else NOBODY
 
     def send(self, share: Share) -> Sent:

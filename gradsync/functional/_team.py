@@ -15,8 +15,8 @@ from gradsync.engines import attach, find, rest
 from gradsync.functional._backward import Hold
 from gradsync.functional._bystanders import Bystanders
 from gradsync.functional._gradients import discard
-from gradsync.functional._scene import Scene
-from gradsync.functional._share import NOTHING
+from gradsync.functional._snapshot import Snapshot
+from gradsync.functional._table import NOTHING
 from gradsync.functional._update import owned
 from gradsync.ranks.group import require_group
 from gradsync.ranks.line import Line
@@ -46,7 +46,7 @@ class Team:
         optimizers: Sequence[Optimizer] = (),
         *,
         sync: str = "window",
-        last: Team | None = None,
+        before: Team | None = None,
     ) -> None:
         require_group(name)
         rest(models)
@@ -63,8 +63,8 @@ class Team:
         self.parameters = list(dict.fromkeys([*(p for model in trained for p in model.parameters()), *mine]))
         self.in_models = {id(p) for model in trained for p in model.parameters()}
         self.ids = theirs = frozenset(map(id, self.parameters))
-        _insist_on_models(name, mine, trained, last)
-        self._scene = Scene.of(models, mine, trained=self.ids)
+        _insist_on_models(name, mine, trained, before)
+        self._snapshot = Snapshot.of(models, mine, trained=self.ids)
         watching = [m for m in models if not any(id(p) in theirs for p in m.parameters())]
         with WaitingFor(lambda: f"the first window of {name}, which makes the models equal"):
             engines = attach(trained, mine, lambda *those: _agree(name, *those))
@@ -84,7 +84,7 @@ class Team:
         self.hold = Hold([*engines, bystanders] if bystanders else engines, sync)
         self.forward_communicates = any(communicates) or bystanders.forward_communicates
         # Whether the ranks must run each micro-batch together, because their forwards wait for each other.
-        self.in_step = self.forward_communicates and self.num_ranks > 1
+        self.lockstep = self.forward_communicates and self.num_ranks > 1
         # The ranks over which plain gradients lie in pieces, by the id of the parameter: norms take all pieces.
         pieces = [engine for engine in engines if engine.shard_group]
         self.spread: Mapping[int, Any] = {id(p): engine.shard_group for engine in pieces for p in engine.parameters}
@@ -96,16 +96,16 @@ class Team:
         """Whether models and optimizers are as they were. Asked when a window opens."""
         if self._inside:
             rest(models)
-        scene = self._scene
-        is_still = scene.is_still(models, optimizers, self.ids)
-        return (is_still or scene.is_like(Scene.of(models, owned(optimizers), scene, self.ids))) and self._is_wired
+        then = self._snapshot
+        is_still = then.is_still(models, optimizers, self.ids)
+        return (is_still or then.is_like(Snapshot.of(models, owned(optimizers), then, self.ids))) and self._is_wired
 
     def check(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         """Raise unless models and optimizers are as they were when the open window was opened."""
-        if not self._inside and not self._scene.is_still(models, optimizers, self.ids):
-            now = Scene.of(models, owned(optimizers), self._scene, self.ids)
-            if not self._scene.is_like(now):
-                raise GradSyncError(_CHANGED.format(name=name, what=self._scene.changes(now)))
+        if not self._inside and not self._snapshot.is_still(models, optimizers, self.ids):
+            now = Snapshot.of(models, owned(optimizers), self._snapshot, self.ids)
+            if not self._snapshot.is_like(now):
+                raise GradSyncError(_CHANGED.format(name=name, what=self._snapshot.changes(now)))
         self.check_trainable(name)
         if not self._is_wired:
             what = "parameters were cast, though perhaps back again, or got another storage"
@@ -188,13 +188,13 @@ def _no_model(name: str, models: Sequence[nn.Module], optimizers: Sequence[Optim
     )
 
 
-def _insist_on_models(name: str, mine: Sequence[nn.Parameter], trained: Sequence[nn.Module], last: Team | None) -> None:
+def _insist_on_models(name: str, mine: Sequence[nn.Parameter], trained: Sequence[nn.Module], team: Team | None) -> None:
     """Raise where parameters of the optimizer are no longer in a model, and others came that nobody steps.
 
     A layer that was taken out, or was replaced in the optimizer too, is no mistake.
     """
     inside = {id(parameter) for model in trained for parameter in model.parameters()}
-    before = set() if last is None else last.in_models
+    before = set() if team is None else team.in_models
     gone = [parameter for parameter in mine if id(parameter) not in inside and id(parameter) in before]
     stepped = set(map(id, mine))
     came = inside - before - stepped

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from gradsync.functional._tail import Tail
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -25,7 +27,7 @@ class Terms:
     """
 
     steps: Steps
-    tail: str = "step"
+    tail: Tail = "step"
     repeats: Literal["forwards", "always"] = "forwards"
     sync: str = "window"
     skip: tuple[type[BaseException], ...] = ()

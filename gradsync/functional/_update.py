@@ -9,7 +9,8 @@ import torch
 
 from gradsync._errors import GradSyncError
 from gradsync.functional._backward import named_range
-from gradsync.functional._gradients import all_finite, clip, discard, known_spread, normalise
+from gradsync.functional._gradients import all_finite, clip, discard, normalise
+from gradsync.functional._scaling import found_inf, is_scaling, renew, unscale
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -75,10 +76,8 @@ def step_optimizers(
     """The first half of `update`, up to the optimizers' step. The gradients are kept."""
     with named_range("gradsync.update"):
         parameters = owned(optimizers)
-        if scaler is not None and scaler.is_enabled():
-            _ensure_scale(scaler, parameters, spread)
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
+        if is_scaling(scaler):
+            unscale(scaler, optimizers, parameters, spread)
         normalise(parameters, factor)
         grad_norm = None if clip_norm is None else clip(parameters, clip_norm, spread=spread)
         finite = nonfinite == "step" or all_finite(parameters, spread=spread)
@@ -192,41 +191,11 @@ def _needed(one: Any) -> str | None:
 
 def _step(optimizers: Sequence[Optimizer], scaler: GradScaler | None, *, finite: bool) -> bool:
     """Step all optimizers, or none of them."""
-    if scaler is None or not scaler.is_enabled():
-        if finite:
-            for optimizer in optimizers:
-                optimizer.step()
-        return finite
-    # A scaler skips each optimizer by itself if that one has an inf. Here none of them steps if any has one. Nothing
-    # else of the scaler's own `step` is needed, because the gradients are unscaled already.
-    flags = [flag for optimizer in optimizers for flag in scaler._found_inf_per_device(optimizer).values()]
-    odd = torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).sum() if flags else None
-    if odd is not None:
-        for flag in flags:
-            flag.copy_(odd.clamp(max=1.0), non_blocking=True)
-    stepped = finite and not (odd is not None and bool(odd))
+    odd = is_scaling(scaler) and found_inf(scaler, optimizers)
+    stepped = finite and not odd
     if stepped:
         for optimizer in optimizers:
             optimizer.step()
-    if flags:
-        scaler.update()
+    if is_scaling(scaler):
+        renew(scaler, optimizers)
     return stepped
-
-
-def _ensure_scale(scaler: GradScaler, parameters: Sequence[nn.Parameter], spread: Spread | None) -> None:
-    """Make the scaler's scale, which a rank without a micro-batch so far lacks; raise if it cannot unscale all."""
-    if not known_spread(parameters, spread).keys().isdisjoint(map(id, parameters)) and not hasattr(
-        scaler, "process_group"
-    ):
-        raise GradSyncError(
-            "Gradients that FullyShardedDataParallel has sharded need a scaler that asks all ranks whether one came "
-            f"upon an inf, but the scaler is a {type(scaler).__name__}, which asks its own rank. Use "
-            "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
-        )
-    if len({hasattr(p.grad, "device_mesh") for p in parameters if p.grad is not None}) > 1:
-        raise GradSyncError(
-            "A GradScaler can unscale either DTensors or plain gradients, but the parameters of this update have both. "
-            "Call fully_shard on the whole model, its root included, so that all of them are DTensors."
-        )
-    if scaler._scale is None:
-        scaler.scale(torch.zeros((), device=parameters[0].device))

@@ -9,13 +9,13 @@ import torch
 from gradsync._errors import GradSyncError, is_misuse
 from gradsync._loss import LossSum, check_loss
 from gradsync.functional._count import Count
-from gradsync.functional._share import MEANS, NOBODY, NOTHING, SUMS, Share
+from gradsync.functional._scaling import Scale, is_scaling
+from gradsync.functional._table import MEANS, NOBODY, NOTHING, SUMS, Share
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
-    from torch import nn
     from torch.amp import GradScaler
 
     from gradsync.functional._team import Team
@@ -99,7 +99,7 @@ class Window:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The tensor from which to run the backward of a loss, and the gradient to begin with (None: 1)."""
         tensor, seed = (loss.loss, None) if isinstance(loss, LossSum) else (loss, self._seed(loss))
-        if scaler is not None and scaler.is_enabled():
+        if is_scaling(scaler):
             self.scale = self.scale or Scale.of(scaler, tensor)
             tensor = self.scale.apply(tensor)
         return tensor, seed
@@ -153,48 +153,3 @@ class Window:
         self.count.load(state["count"])
         self.losses = [loss.to(device) for loss in state["losses"]]
         self.scale = None if state["scale"] is None else Scale(state["scale"].to(device))
-
-
-class Scale:
-    """The factor of a `GradScaler` for all losses of a window.
-
-    Two windows may share the scaler. It then changes in the middle of one, when the other closes.
-    """
-
-    __slots__ = ("_version", "value")
-
-    def __init__(self, value: torch.Tensor, version: tuple[int, int] | None = None) -> None:
-        self.value = value
-        self._version = version  # of the scaler's tensor: tells without a host wait whether it has changed
-
-    @classmethod
-    def of(cls, scaler: GradScaler, like: torch.Tensor) -> Scale:
-        """The current scale of a scaler."""
-        if scaler._scale is None:
-            scaler._lazy_init_scale_growth_tracker(like.device)
-        current = _current(scaler)
-        return cls(current.clone(), (id(current), current._version))
-
-    def apply(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss, scaled."""
-        return loss * self.value.to(loss.device, non_blocking=True)
-
-    def correct(self, parameters: Iterable[nn.Parameter], scaler: GradScaler) -> None:
-        """Rescale gradients from this scale to the scaler's current scale, by which it will unscale. No host wait."""
-        if scaler._scale is None:  # all of the window was scaled in another process
-            scaler._lazy_init_scale_growth_tracker(self.value.device)
-        current = _current(scaler)
-        if self._version == (id(current), current._version):
-            return
-        factor = current / self.value.to(current.device)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                gradient: Any = parameter.grad
-                local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-                local.mul_(factor.to(local.device, non_blocking=True))
-
-
-def _current(scaler: GradScaler) -> torch.Tensor:
-    scale = scaler._scale  # get_scale() waits for the device
-    assert scale is not None, "made by now"
-    return scale

@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
+from gradsync.functional import is_scaling
 from gradsync.overlap.attach import foreign_hook
 from gradsync.overlap.provisional import communicates, inner
 
@@ -50,7 +51,7 @@ def check_settings(overlap: object, steps: object, *, sync: str) -> int:
 
 def check_scaler(scaler: GradScaler | None) -> None:
     """Raise if there is a scaler and it is enabled."""
-    if scaler is not None and scaler.is_enabled():
+    if is_scaling(scaler):
         raise GradSyncError(
             "overlap needs gradients as they are, for a provisional update before the true one, but a GradScaler "
             "scales them and learns from each update. Train in bfloat16, which needs none, or use overlap=0."

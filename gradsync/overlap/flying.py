@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
 from gradsync.functional import Who, discard
-from gradsync.overlap.provisional import inner, owned, provisional_step
+from gradsync.overlap.provisional import inner, owned_trainable, provisional_step
 from gradsync.overlap.watch import Watch
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def depart(
     """
     who = Who(models, [inner(optimizer) for optimizer in optimizers])
     travelling = [parameter for flight in flights for parameter in flight.parameters]
-    parameters = list({id(one): one for one in (*travelling, *owned(who.optimizers))}.values())
+    parameters = list({id(one): one for one in (*travelling, *owned_trainable(who.optimizers))}.values())
     all_used = all(parameter.grad is not None for parameter in travelling)
     watch = Watch(parameters, who, land)
     spare = None

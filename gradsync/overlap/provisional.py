@@ -38,7 +38,7 @@ def inner(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def owned(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+def owned_trainable(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     """The trainable parameters of the optimizers, each once."""
     every = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     return list({id(parameter): parameter for parameter in every if parameter.requires_grad}.values())
@@ -61,7 +61,7 @@ def provisional_step(
     again. A step that sends anything to the ranks of `groups` is an error. If the step raises, it is undone.
     """
     optimizers = [inner(optimizer) for optimizer in optimizers]
-    parameters = owned(optimizers)
+    parameters = owned_trainable(optimizers)
     try:
         if factor is None or all(parameter.grad is None for parameter in parameters):
             return None

@@ -18,16 +18,16 @@ from tests.support.models import small_model
 from tests.support.reference import mean_loss, micro_batch, states, window_mean
 
 OF_ONE_RANK = {
-    "numbers in, numbers out": {"correction", "sizes", "window_size", "Steps", "NonFinite"},
+    "numbers in, numbers out": {"correction", "sizes", "window_size", "Steps", "NonFinite", "Tail", "ends_with_data"},
     "an iterable of this rank": {"length", "with_last"},
     "a loss of this rank": {"LossSum", "find_loss", "detach"},
     "objects of this rank, which must be called on each": {
-        "owned", "bare_optimizer", "check_steppable", "move", "zero", "refuse_nonfinite", "discard",
+        "owned", "bare_optimizer", "check_steppable", "move", "zero", "refuse_nonfinite", "discard", "is_scaling",
     },
 }  # fmt: skip
 TRIED = {
-    "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Part", "Turn", "Team", "Window", "Begun", "InParts",
-    "PartedBackward", "update", "Update", "step_optimizers", "normalise", "norm", "clip", "all_finite", "sync_gradients",
+    "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Part", "StandIn", "Team", "Window", "Begun", "InParts",
+    "PartedBackward", "factor_of_update", "update", "Update", "step_optimizers", "normalise", "norm", "clip", "all_finite", "sync_gradients",
     "no_sync", "sync_every", "MicroStep", "fit", "Fitting", "rows_that_fit",
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`Updates`: the update of a closed window, from the gradients' normalisation to the schedulers."""
+"""`Updater`: the update of a closed window, from the gradients' normalisation to the schedulers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 from gradsync._step_hook import stepping
 from gradsync.decorator.progress import NO_UPDATE, ClosedLosses
 from gradsync.decorator.reference import reference
-from gradsync.functional import move, refuse_nonfinite, step_optimizers, zero
+from gradsync.functional import factor_of_update, move, refuse_nonfinite, step_optimizers, zero
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.amp import GradScaler
 
-    from gradsync.decorator.casting import Cast
+    from gradsync.decorator.participants import Participants
     from gradsync.decorator.record import Record
     from gradsync.decorator.settings import Settings
     from gradsync.decorator.watches import GradientWatch
     from gradsync.functional import Closing, Run, Team, Update, Window
 
 
-class Updates:
+class Updater:
     """Makes the updates of one call's windows. It holds neither schedulers nor the scaler."""
 
     def __init__(self, run: Run, settings: Settings, record: Record, watch: GradientWatch) -> None:
@@ -34,36 +34,33 @@ class Updates:
         self._scaler: weakref.ref[GradScaler] | None = None
         self._making = NO_UPDATE  # the outcome of the current update
 
-    def bind(self, cast: Cast) -> None:
+    def bind(self, participants: Participants) -> None:
         """Take note of a call's schedulers and scaler."""
-        self._schedulers = [reference(scheduler) for scheduler in cast.schedulers]
-        self._scaler = None if cast.scaler is None else weakref.ref(cast.scaler)
+        self._schedulers = [reference(scheduler) for scheduler in participants.schedulers]
+        self._scaler = None if participants.scaler is None else weakref.ref(participants.scaler)
 
     @property
     def scaler(self) -> GradScaler | None:
         """The scaler, if there is one."""
         return None if self._scaler is None else self._scaler()
 
-    def keeps(self, closing: Closing) -> bool:
-        """Whether this window gets an update: it has something to average, and `tail` does not drop it."""
-        return closing.factor is not None and (self.settings.tail != "drop" or closing.filled)
-
     def close(self, closing: Closing) -> None:
-        """After the open window has synchronised: make its update, unless `keeps` says otherwise, and close it."""
+        """After the open window has synchronised: make its update, if it gets one, and close it."""
         window = self.run.window
         assert window is not None, "it is closed here"
         team = window.team
         closed, self._making = ClosedLosses(window, closing), NO_UPDATE
+        factor = factor_of_update(self.settings.tail, closing)
         try:
-            if closing.factor is None or not self.keeps(closing):
+            if factor is None:
                 team.drop_gradients()
                 self._clear(team)
             else:
-                self.step(team, closing.factor, window)
+                self.step(team, factor, window)
         finally:
             self.end_window()
             self.record.note(self._making, closed)  # an update, also where a scheduler failed after it
-        if self.keeps(closing):
+        if factor is not None:
             refuse_nonfinite(self._making, self.settings.nonfinite)
 
     def step(self, team: Team, factor: float, window: Window | None = None) -> Update:
@@ -110,8 +107,3 @@ class Updates:
         zero(self.run.who.optimizers)
         for parameter in team.unowned:
             parameter.grad = None
-
-
-def is_scaling(scaler: GradScaler | None) -> bool:
-    """Whether losses are multiplied before their backward."""
-    return scaler is not None and scaler.is_enabled()

@@ -16,7 +16,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradsync.functional._place import Part, Place
-from gradsync.functional._share import NOBODY, Share
+from gradsync.functional._table import NOBODY, Share
+from gradsync.functional._tail import ends_with_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from gradsync.ranks.line import Sent
 
 
-class Turn(NamedTuple):
+class StandIn(NamedTuple):
     """A place that this rank takes in a window of the others, after its own data has ended."""
 
     run: Run
@@ -42,7 +43,7 @@ class _Asked(NamedTuple):
     sent: Sent
 
 
-class InStep:
+class Lockstep:
     """Plans the micro-batches of one loop with the other ranks."""
 
     def __init__(self, data: Data, talk: Talk) -> None:
@@ -57,7 +58,7 @@ class InStep:
         lefts = [share.left for share in shares]
         self._planned = None
         if (
-            talk.is_in_step
+            talk.is_in_lockstep
             and not callable(run.terms.steps)
             and len(talk.called) <= 1
             and len(talk.runs()) <= 1
@@ -65,7 +66,9 @@ class InStep:
         ):
             if max(lefts) >= size:
                 self._planned = size
-            elif max(lefts) and all(share.once or not share.left for share in shares) and run.terms.tail != "carry":
+            elif (
+                max(lefts) and all(share.once or not share.left for share in shares) and ends_with_data(run.terms.tail)
+            ):
                 self._planned = int(max(lefts))
         if self._planned is not None:
             self._asked = None
@@ -82,7 +85,7 @@ class InStep:
         self._ask_ahead(run, shares)
         return not any(share.left for share in shares)
 
-    def next(self, stand_in: Callable[[Run, Part], Place]) -> Turn | None:
+    def next(self, stand_in: Callable[[Run, Part], Place]) -> StandIn | None:
         """The next call of the other ranks, after this rank's data has ended; `stand_in` gives its place."""
         talk, run = self._talk, self._talk.chief
         assert run is not None, "they have met"
@@ -90,7 +93,7 @@ class InStep:
         if run.window is None and alone and any(share.left for share in talk.shares):
             stand_in(run, Part.REPEATS)  # opens the window, which plans it
         if run.window is not None and self._planned is not None:
-            return Turn(run, stand_in(run, _part(run))._replace(last=run.index + 1 >= self._planned))
+            return StandIn(run, stand_in(run, _part(run))._replace(last=run.index + 1 >= self._planned))
         shares = self._said_ahead(run)
         comes = any(share.closing != NOBODY for share in shares)
         if not _is_enough(shares, closes=_closes(run, _size(run, shares, stand_in)) if comes else None):
@@ -102,12 +105,12 @@ class InStep:
                     other.discard()  # opened for a window that did not come
             return None
         if all(share.closing == NOBODY for share in shares):
-            return Turn(called, stand_in(called, Part.MISSES)._replace(last=True))
+            return StandIn(called, stand_in(called, Part.MISSES)._replace(last=True))
         size = _size(called, shares, stand_in)
         self._ask_ahead(called, shares)
         place = stand_in(called, _part(called))
-        nobody_left = not any(share.left for share in shares) and called.terms.tail != "carry"
-        return Turn(called, place._replace(last=place.index + 1 >= size or nobody_left))
+        nobody_left = not any(share.left for share in shares) and ends_with_data(called.terms.tail)
+        return StandIn(called, place._replace(last=place.index + 1 >= size or nobody_left))
 
     def _foresees(self, run: Run) -> bool:
         return self._data.foresees(run) and len(self._talk.known) <= 1
@@ -145,7 +148,7 @@ def _closes(run: Run, size: float) -> bool | None:
     """Whether the call that begins now closes its window; None if that depends on whether more comes."""
     if run.index + 1 >= size:
         return True
-    return False if run.terms.tail == "carry" else None
+    return None if ends_with_data(run.terms.tail) else False
 
 
 def _size(run: Run, shares: Sequence[Share], stand_in: Callable[[Run, Part], Place]) -> float:

@@ -22,7 +22,7 @@ Naming: TypeAlias = "Any | Callable[..., Any] | None"
 """An object, a tuple of objects, or a function of the call's arguments; None to search the arguments by type."""
 
 
-class Cast(NamedTuple):
+class Participants(NamedTuple):
     """The participants of one call."""
 
     models: tuple[nn.Module, ...]
@@ -32,7 +32,7 @@ class Cast(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Casting:
+class Finder:
     """How a decorated function's participants are found."""
 
     model: Naming = None
@@ -41,7 +41,7 @@ class Casting:
     scaler: Naming = None
     _classes: dict[type, bool | None] = field(default_factory=dict, repr=False, compare=False)
 
-    def participants(self, instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def find(self, instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """All participants of a call with these arguments, in a fixed order, for a quick comparison.
 
         The instance of a method may be a model; a trainer that has a `step` and optimizers is no scheduler.
@@ -64,14 +64,12 @@ class Casting:
                 named += _named(naming, kind, args, kwargs)
         return named
 
-    def refuse_hidden(
-        self, participants: Sequence[object], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
-    ) -> None:
+    def refuse_hidden(self, found: Sequence[object], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
         """Raise for an optimizer, scheduler or scaler in a container among the arguments, unless it is named."""
-        taken = set(map(id, participants))
+        taken = set(map(id, found))
         came = [one for one in (*args, *kwargs.values()) if type(one) not in _DATA and id(one) not in taken]
         if came:
-            taken |= {id(inner) for one in participants if isinstance(one, nn.Module) for inner in one.modules()}
+            taken |= {id(inner) for one in found if isinstance(one, nn.Module) for inner in one.modules()}
         for one in came:
             for inner in inside(one):
                 kind = kind_of(inner)
@@ -110,21 +108,21 @@ _KINDS = ("model", "optimizer", "scheduler", "scaler")
 _DATA = {torch.Tensor, int, float, bool, str, type(None)}  # types that are not searched
 
 
-def cast_of(participants: Sequence[Any]) -> Cast:
+def participants_of(found: Sequence[Any]) -> Participants:
     """The participants, sorted by kind."""
     # An object of no known kind was named by the keyword `scheduler`.
-    kinds = [(one, kind_of(one) or "scheduler") for one in participants]
+    kinds = [(one, kind_of(one) or "scheduler") for one in found]
     models, optimizers, schedulers, scalers = (
         tuple({id(one): one for one, own in kinds if own == kind}.values()) for kind in _KINDS
     )
     if len(scalers) > 1:
         raise GradSyncError("A call needs one GradScaler at most, but two came. Name one with scaler=...")
-    return Cast(models, optimizers, schedulers, scalers[0] if scalers else None)
+    return Participants(models, optimizers, schedulers, scalers[0] if scalers else None)
 
 
-def check_cast(cast: Cast, name: str, came: Sequence[object], *, is_method: bool) -> None:
+def check_complete(participants: Participants, name: str, came: Sequence[object], *, is_method: bool) -> None:
     """Raise unless there is a model and an optimizer, and schedulers move these optimizers. `came`: the arguments."""
-    for several, what in ((cast.models, "model"), (cast.optimizers, "optimizer")):
+    for several, what in ((participants.models, "model"), (participants.optimizers, "optimizer")):
         if not several:
             how = f"lambda self, *_: self.{what}" if is_method else what
             raise GradSyncError(
@@ -132,9 +130,9 @@ def check_cast(cast: Cast, name: str, came: Sequence[object], *, is_method: bool
                 f"came is {', '.join(type(one).__name__ for one in came) or 'nothing'}. Pass it to the function as an "
                 f"argument of its own, or name it: accumulating(..., {what}={how})."
             )
-    for scheduler in cast.schedulers:
+    for scheduler in participants.schedulers:
         theirs = moved_by(scheduler)
-        if theirs and cores(theirs).isdisjoint(cores(cast.optimizers)):
+        if theirs and cores(theirs).isdisjoint(cores(participants.optimizers)):
             raise GradSyncError(
                 f"A scheduler moves an optimizer that {name} steps, but the {type(scheduler).__name__} that came moves "
                 f"another {type(theirs[0]).__name__}. Make the scheduler anew from the optimizer that the call has, or "

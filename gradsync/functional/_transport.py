@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gradsync.functional._window import Window
 
 
-class Crossing(Protocol):
+class Transport(Protocol):
     """How the gradients of a run's windows travel to the other ranks."""
 
     #: Whether a window closes before its gradients have arrived. Then nothing else may be sent behind them.
@@ -22,17 +22,17 @@ class Crossing(Protocol):
     def check(self, team: Team) -> None:
         """Raise for a team whose gradients cannot travel this way. Asked when a window opens."""
 
-    def across(self, window: Window) -> AbstractContextManager[Any]:
+    def carrying(self, window: Window) -> AbstractContextManager[Any]:
         """A context for the synchronisation of a window."""
         ...
 
 
-class Plainly:
+class EnginesOwn:
     """The engines' own way."""
 
     closes_before = False
 
     def check(self, team: Team) -> None: ...
 
-    def across(self, window: Window) -> AbstractContextManager[Any]:  # noqa: ARG002 - that of the protocol
+    def carrying(self, window: Window) -> AbstractContextManager[Any]:  # noqa: ARG002 - that of the protocol
         return NO_RANGE

@@ -1,4 +1,4 @@
-"""`Unfinished`: windows that were open when their optimizer died, because the user made a new optimizer."""
+"""`Orphaned`: windows that were open when their optimizer died, because the user made a new optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class Unfinished:
+class Orphaned:
     """Models whose windows were open when their optimizer died, by instance; held weakly."""
 
     def __init__(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""`LastCall`: the last call of a step function, to be repeated when other ranks wait in its forward."""
+"""`Replay`: the last call of a step function, to be repeated when other ranks wait in its forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _DATA = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.device, torch.dtype)
 
 
-class LastCall:
+class Replay:
     """A function and its arguments. Data is kept; everything else is referenced weakly.
 
     So it keeps no model, no optimizer and no trainer alive.

@@ -1,4 +1,4 @@
-"""`Scene`: the parameters and wrappers of models and optimizers at one moment, to be compared with another moment."""
+"""`Snapshot`: the parameters and wrappers of models and optimizers at one moment, to compare with another."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Module(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Scene:
+class Snapshot:
     """The models and optimizers of a step at one moment, to be compared with another.
 
     It refers to parameters, not to modules, and so does not keep a model alive.
@@ -52,10 +52,10 @@ class Scene:
         cls,
         models: Iterable[nn.Module],
         owned: Iterable[nn.Parameter],
-        before: Scene | None = None,
+        before: Snapshot | None = None,
         trained: frozenset[int] | None = None,
-    ) -> Scene:
-        """The scene now. `before` spares looking up the same classes again.
+    ) -> Snapshot:
+        """The snapshot now. `before` spares looking up the same classes again.
 
         `trained` has the ids of the parameters for which it matters whether they are frozen: not those of bystanders.
         """
@@ -111,7 +111,7 @@ class Scene:
                 return False
         return self.world is (dist.group.WORLD if several_ranks() else None)
 
-    def is_like(self, other: Scene) -> bool:
+    def is_like(self, other: Snapshot) -> bool:
         """Whether nothing has changed that matters to an engine."""
         return (
             len(self.models) == len(other.models)
@@ -124,9 +124,9 @@ class Scene:
             and self.world is other.world
         )
 
-    def changes(self, other: Scene) -> str:
+    def changes(self, other: Snapshot) -> str:
         """What differs in `other`, in words."""
-        mine, theirs = ({id(one[0]): one for one in scene.models} for scene in (self, other))
+        mine, theirs = ({id(one[0]): one for one in snapshot.models} for snapshot in (self, other))
         came, went = len(theirs.keys() - mine.keys()), len(mine.keys() - theirs.keys())
         both = [(mine[key], theirs[key]) for key in mine.keys() & theirs.keys()]
         frozen = sum(a[4] != b[4] for a, b in both)

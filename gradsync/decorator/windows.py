@@ -1,4 +1,4 @@
-"""`Call`: a step function on its models and optimizers. Each call is a micro-batch; the last of a window updates."""
+"""`Windows`: those of a step function and its optimizers, one after another. Each call is a micro-batch of one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from gradsync._errors import GradSyncError
 from gradsync._step_hook import watch_steps
 from gradsync.decorator.body import Body
+from gradsync.decorator.body_in_parts import BodyInParts
 from gradsync.decorator.compressed import Compressed
-from gradsync.decorator.fitted import FittedCall
 from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.record import Record
 from gradsync.decorator.reference import reference
-from gradsync.decorator.updates import Updates, is_scaling
+from gradsync.decorator.updater import Updater
 from gradsync.decorator.watches import GradientWatch, StepGuard
-from gradsync.functional import Part, Run, Who, check_steppable, detach, owned
+from gradsync.functional import Part, Run, Who, check_steppable, detach, is_scaling, owned
 from gradsync.overlap import check_compress
 from gradsync.ranks.lost import is_lost, lost
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from gradsync.decorator.casting import Cast
+    from gradsync.decorator.participants import Participants
     from gradsync.decorator.progress import Progress
     from gradsync.decorator.settings import Settings
     from gradsync.functional import Closing, Loop, Place
 
 
-class Call:
+class Windows:
     """The windows of one (function, instance, optimizers). It holds neither models nor optimizers."""
 
-    def __init__(self, name: str, order: int, settings: Settings, cast: Cast, instance: object) -> None:
+    def __init__(self, name: str, order: int, settings: Settings, participants: Participants, instance: object) -> None:
         self.name = name
         self.order = order  # its number among the function's calls
         self.settings = settings
@@ -43,62 +43,63 @@ class Call:
         self.watch = GradientWatch()
         self._instance = reference(instance)
         self.record = Record(self.run, settings.on_update, self._instance)
-        self._updates = Updates(self.run, settings, self.record, self.watch)
+        self._updater = Updater(self.run, settings, self.record, self.watch)
         self._body = Body(self.run, settings.skip)
         # With `overlap`: windows whose gradients travel while the next window computes.
-        self.ahead = Overlapped(self._updates, check_compress(settings.compress)) if settings.overlap else None
+        self.ahead = Overlapped(self._updater, check_compress(settings.compress)) if settings.overlap else None
         if self.ahead is not None or settings.compress is not None:
-            self.run.crossing = self.ahead or Compressed()
-        self._fitted = None if settings.fit is False else FittedCall(settings.fit, self._updates, self.watch)
+            self.run.transport = self.ahead or Compressed()
+        self._fitted = None if settings.fit is False else BodyInParts(settings.fit, self._updater, self.watch)
         self._participants: list[Callable[[], object]] = []
         self.ends: list[weakref.ref[Any]] = []  # their callbacks tell that an optimizer is gone
         self._running = False
-        for one in (*cast.optimizers, *cast.schedulers):
+        for one in (*participants.optimizers, *participants.schedulers):
             check_steppable(one)
         self._guard = StepGuard(self)  # which is watched with as long as this is alive
         watch_steps(self._guard)
 
     # -- participants -----------------------------------------------------------------------------------------------
 
-    def has(self, participants: Sequence[object]) -> bool:
+    def has(self, found: Sequence[object]) -> bool:
         """Whether these are the participants of the last call, by identity (quick)."""
         refs = self._participants
-        if len(refs) != len(participants):
+        if len(refs) != len(found):
             return False
-        for ref, one in zip(refs, participants):  # noqa: B905, SIM110 - in every call; strict= and all() cost time
+        for ref, one in zip(refs, found):  # noqa: B905, SIM110 - in every call; strict= and all() cost time
             if ref() is not one:
                 return False
         return True
 
-    def is_for(self, cast: Cast, instance: object) -> bool:
+    def is_for(self, participants: Participants, instance: object) -> bool:
         """Whether this is the call of these optimizers and this instance."""
         mine = self.run.who.optimizers
         return (
             self._instance() is instance
-            and len(mine) == len(cast.optimizers)
-            and all(a is b for a, b in zip(mine, cast.optimizers, strict=True))
+            and len(mine) == len(participants.optimizers)
+            and all(a is b for a, b in zip(mine, participants.optimizers, strict=True))
         )
 
-    def bind(self, cast: Cast, participants: Sequence[object]) -> None:
+    def bind(self, participants: Participants, found: Sequence[object]) -> None:
         """Take note of a call's participants."""
         self.settle()
-        models = self.run.who.models
-        same = len(models) == len(cast.models) and all(a is b for a, b in zip(models, cast.models, strict=True))
+        before, models = self.run.who.models, participants.models
+        same = len(before) == len(models) and all(a is b for a, b in zip(before, models, strict=True))
         if not same and self.run.window is not None:
             raise GradSyncError(
                 f"{self.name} must be called with the same models throughout a window, but they changed in the "
                 "middle of one. Call flush() before another model comes."
             )
         if not same:
-            self.run.who = Who(cast.models, cast.optimizers)
-        if self.run.index and is_scaling(cast.scaler) != is_scaling(self._updates.scaler):
+            self.run.who = Who(models, participants.optimizers)
+        now = is_scaling(participants.scaler)
+        if self.run.index and now != is_scaling(self._updater.scaler):
             raise GradSyncError(
                 f"All losses of a window of {self.name} must be scaled, or none of them, but a GradScaler "
-                f"{'came' if is_scaling(cast.scaler) else 'went'} in the middle of one. Pass it to each call, and "
+                f"{'came' if now else 'went'} in the middle of one. Pass it to each call, and "
                 "call flush() or reset() before that changes."
             )
-        self._participants = [reference(one) for one in participants]
-        self._updates.bind(cast)
+        self._participants = [reference(one) for one in found]
+        self._updater.bind(participants)
 
     @property
     def guarded(self) -> bool:
@@ -144,11 +145,11 @@ class Call:
                     if loss is not None:
                         self.watch.check(self.name, run.index)
                         num_dropped = window.num_dropped
-                        closing = run.backward(place, loss, scaler=self._updates.scaler)
+                        closing = run.backward(place, loss, scaler=self._updater.scaler)
                         returned = detach(returned, loss) if window.num_dropped == num_dropped else None
                         if team.forward_communicates:
                             self._body.remember(function, args, kwargs, loop)
-                    elif team.in_step:
+                    elif team.lockstep:
                         run.note_dropped()
                         closing = self._run_again(place)
                     else:
@@ -247,7 +248,7 @@ class Call:
             self.record.note_held()
             self.ahead.close(closing)
         else:
-            self._updates.close(closing)
+            self._updater.close(closing)
 
     @property
     def _travels(self) -> bool:

@@ -11,30 +11,30 @@ from gradsync.ranks.lost import is_lost
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gradsync.decorator.updates import Updates
+    from gradsync.decorator.updater import Updater
     from gradsync.decorator.watches import GradientWatch
     from gradsync.functional import Closing, Place
     from gradsync.parts import Cut
 
 
-class FittedCall:
+class BodyInParts:
     """Runs the micro-batches of one call, and remembers the size that fits."""
 
-    def __init__(self, fit: bool | Cut, updates: Updates, watch: GradientWatch) -> None:  # noqa: FBT001 - the user's
-        self._fitted = InParts(fit, updates.run.name)
-        self._updates = updates
+    def __init__(self, fit: bool | Cut, updater: Updater, watch: GradientWatch) -> None:  # noqa: FBT001 - the user's
+        self._fitted = InParts(fit, updater.run.name)
+        self._updater = updater
         self._watch = watch
 
     def micro_batch(
         self, place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Closing | None]:
         """Run the user's function and its backward; returns what it returned (None if it is dropped)."""
-        run, record = self._updates.run, self._updates.record
+        run, record = self._updater.run, self._updater.record
 
         def changes() -> None:
             self._watch.check(run.name, place.index)
 
-        one = PartedBackward(run, place, scaler=self._updates.scaler, changes=changes)
+        one = PartedBackward(run, place, scaler=self._updater.scaler, changes=changes)
         try:
             returned = self._fitted.run(one, function, args, kwargs)
         except BaseException as error:  # noqa: BLE001 - goes on, if it is not to be skipped
@@ -48,7 +48,7 @@ class FittedCall:
         """A part failed for another reason than memory, or could not be cut."""
         if one.begun is not None:
             return one.end(error)
-        if not isinstance(error, self._updates.settings.skip) or is_misuse(error) or is_lost(error):
+        if not isinstance(error, self._updater.settings.skip) or is_misuse(error) or is_lost(error):
             raise error
-        run = self._updates.run
+        run = self._updater.run
         return run.spoil(one.place, error) if one.has_changed else run.drop(one.place)

@@ -1,0 +1,123 @@
+"""`GradScaler`: losses are scaled, gradients unscaled, and all optimizers of a window step or none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import TypeIs
+
+from gradsync._errors import GradSyncError
+from gradsync.functional._gradients import known_spread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+    from torch.amp import GradScaler
+    from torch.optim import Optimizer
+
+    from gradsync.functional._gradients import Spread
+
+
+def is_scaling(scaler: GradScaler | None) -> TypeIs[GradScaler]:
+    """Whether losses are multiplied before their backward."""
+    return scaler is not None and scaler.is_enabled()
+
+
+class Scale:
+    """The factor of a `GradScaler` for all losses of a window.
+
+    Two windows may share the scaler. It then changes in the middle of one, when the other closes.
+    """
+
+    __slots__ = ("_version", "value")
+
+    def __init__(self, value: torch.Tensor, version: tuple[int, int] | None = None) -> None:
+        self.value = value
+        self._version = version  # of the scaler's tensor: tells without a host wait whether it has changed
+
+    @classmethod
+    def of(cls, scaler: GradScaler, like: torch.Tensor) -> Scale:
+        """The current scale of a scaler."""
+        if scaler._scale is None:
+            scaler._lazy_init_scale_growth_tracker(like.device)
+        current = _current(scaler)
+        return cls(current.clone(), (id(current), current._version))
+
+    def apply(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss, scaled."""
+        return loss * self.value.to(loss.device, non_blocking=True)
+
+    def correct(self, parameters: Iterable[nn.Parameter], scaler: GradScaler) -> None:
+        """Rescale gradients from this scale to the scaler's current scale, by which it will unscale. No host wait."""
+        if scaler._scale is None:  # all of the window was scaled in another process
+            scaler._lazy_init_scale_growth_tracker(self.value.device)
+        current = _current(scaler)
+        if self._version == (id(current), current._version):
+            return
+        factor = current / self.value.to(current.device)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradient: Any = parameter.grad
+                local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                local.mul_(factor.to(local.device, non_blocking=True))
+
+
+def _current(scaler: GradScaler) -> torch.Tensor:
+    scale = scaler._scale  # get_scale() waits for the device
+    assert scale is not None, "made by now"
+    return scale
+
+
+def unscale(
+    scaler: GradScaler, optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter], spread: Spread | None
+) -> None:
+    """Divide the gradients by the scale, and take note of infs."""
+    _ensure_scale(scaler, parameters, spread)
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+
+
+def found_inf(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether any gradient had an inf or a NaN when it was unscaled; the scaler is told so of all of them.
+
+    A scaler skips each optimizer by itself if that one has an inf. Here none of them steps if any has one. Nothing else
+    of the scaler's own `step` is needed, because the gradients are unscaled already.
+    """
+    flags = _flags(scaler, optimizers)
+    if not flags:
+        return False
+    odd = torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).sum()
+    for flag in flags:
+        flag.copy_(odd.clamp(max=1.0), non_blocking=True)
+    return bool(odd)
+
+
+def renew(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
+    """Let the scaler choose its next scale; without any gradient it has nothing to go by."""
+    if _flags(scaler, optimizers):
+        scaler.update()
+
+
+def _flags(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    return [flag for optimizer in optimizers for flag in scaler._found_inf_per_device(optimizer).values()]
+
+
+def _ensure_scale(scaler: GradScaler, parameters: Sequence[nn.Parameter], spread: Spread | None) -> None:
+    """Make the scaler's scale, which a rank without a micro-batch so far lacks; raise if it cannot unscale all."""
+    if not known_spread(parameters, spread).keys().isdisjoint(map(id, parameters)) and not hasattr(
+        scaler, "process_group"
+    ):
+        raise GradSyncError(
+            "Gradients that FullyShardedDataParallel has sharded need a scaler that asks all ranks whether one came "
+            f"upon an inf, but the scaler is a {type(scaler).__name__}, which asks its own rank. Use "
+            "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
+        )
+    if len({hasattr(p.grad, "device_mesh") for p in parameters if p.grad is not None}) > 1:
+        raise GradSyncError(
+            "A GradScaler can unscale either DTensors or plain gradients, but the parameters of this update have both. "
+            "Call fully_shard on the whole model, its root included, so that all of them are DTensors."
+        )
+    if scaler._scale is None:
+        scaler.scale(torch.zeros((), device=parameters[0].device))

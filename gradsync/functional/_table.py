@@ -1,0 +1,56 @@
+"""`Share`: what one rank brings to a window, a row of the table that the ranks exchange."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NOTHING, MEANS, SUMS, PLAIN = 0.0, 1.0, 2.0, 3.0  # the kinds of losses
+IN_WORDS = {NOTHING: None, MEANS: "a mean", SUMS: "a LossSum", PLAIN: "a plain backward"}
+NOBODY = -1.0  # in place of a key: no run
+
+
+class Share(NamedTuple):
+    """What one rank brings to one window: numbers only, sent as a row of a table."""
+
+    num_micro_batches: float = 0.0  # that count in the mean
+    num_calls: float = 0.0  # dropped ones included
+    size: float = 0.0  # of the window as planned; 0 on a rank that has not opened it
+    kind: float = NOTHING
+    # The sum of the counts of its LossSums. (The ignored errors are about the method of a tuple.)
+    count: float | torch.Tensor = 0.0  # type: ignore[assignment] # pyright: ignore[reportIncompatibleMethodOverride]
+    loss: float | torch.Tensor | Sequence[torch.Tensor] = 0.0  # the sum of its losses, or those to be summed
+    failed: float | torch.Tensor = 0.0  # 1 if a backward failed: all ranks drop the window
+    closing: float = NOBODY  # the key of the run whose window it closes
+    open: float = NOBODY  # the key of the first run of the loop with an open window here
+    left: float = 0.0  # items still to come; inf if unknown
+    once: float = 0.0  # 1 if its loop has called once for each item so far
+
+    def row(self) -> list[float | torch.Tensor]:
+        """Its numbers, in order."""
+        return list(self._replace(loss=sum_of_losses(self.loss)))  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, row: Sequence[float]) -> Share:
+        """The share with these numbers.
+
+        >>> Share.of(Share(num_micro_batches=4.0).row()).num_micro_batches
+        4.0
+        """
+        return cls(*row)
+
+    @property
+    def filled(self) -> bool:
+        """Whether the rank had its full number of calls."""
+        return 0 < self.size <= self.num_calls
+
+
+def sum_of_losses(loss: float | torch.Tensor | Sequence[torch.Tensor]) -> float | torch.Tensor:
+    """The losses are added up when this is read, which most windows never are."""
+    if isinstance(loss, int | float | torch.Tensor):
+        return loss
+    return torch.stack([one.reshape(()) for one in loss]).sum() if loss else 0.0
