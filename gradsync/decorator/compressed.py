@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradsync._errors import GradSyncError
+from gradsync.functional import Transport
 from gradsync.overlap.attach import attach
 
 if TYPE_CHECKING:
@@ -17,10 +18,8 @@ if TYPE_CHECKING:
     from gradsync.overlap import Travel
 
 
-class Compressed:
+class Compressed(Transport):
     """The transport of a call with `compress`. Tables and flags still travel in float64."""
-
-    closes_before = False
 
     def check(self, team: Team) -> None:
         """Raise for engines whose gradients gradsync does not send itself."""

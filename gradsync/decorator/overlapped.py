@@ -16,7 +16,7 @@ from gradsync._registry import TRAVELLING
 from gradsync._step_hook import stepping
 from gradsync.decorator.compressed import Compressed, travels_of
 from gradsync.decorator.progress import ClosedLosses
-from gradsync.functional import bare_optimizer, factor_of_update
+from gradsync.functional import Transport, bare_optimizer, factor_of_update
 from gradsync.overlap import check_ddp, check_optimizers, check_scaler, depart, go_back, landing, step_ahead
 from gradsync.ranks.lost import WaitingFor
 
@@ -50,7 +50,7 @@ class _Leg:
     in_flight: InFlight | None = None  # None until it has departed
 
 
-class Overlapped:
+class Overlapped(Transport):
     """The windows of one call between their boundary and their update."""
 
     closes_before = True

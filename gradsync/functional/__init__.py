@@ -78,6 +78,7 @@ from gradsync.functional._table import Share
 from gradsync.functional._tail import Tail, ends_with_data, factor_of_update
 from gradsync.functional._team import Team
 from gradsync.functional._terms import Terms, Who
+from gradsync.functional._transport import Transport
 from gradsync.functional._update import (
     NonFinite,
     Update,
@@ -111,6 +112,7 @@ __all__ = [
     "Tail",
     "Team",
     "Terms",
+    "Transport",
     "Update",
     "Who",
     "Window",

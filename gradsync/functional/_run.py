@@ -19,7 +19,7 @@ from gradsync.functional._steps import window_size
 from gradsync.functional._table import PLAIN
 from gradsync.functional._team import Team
 from gradsync.functional._terms import Terms, Who
-from gradsync.functional._transport import EnginesOwn
+from gradsync.functional._transport import Transport
 from gradsync.functional._update import owned
 from gradsync.functional._window import Window
 from gradsync.ranks.lost import WaitingFor, is_lost
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from gradsync.functional._backward import RunBackward
     from gradsync.functional._closing import Closing
     from gradsync.functional._exchange import Exchange, Lane, Lanes
-    from gradsync.functional._transport import Transport
     from gradsync.ranks.line import Sent
 
 
@@ -62,7 +61,7 @@ class Run:
         self.told: Window | None = None  # the open window that a warning has told of
         self.who = Who()
         # How gradients travel; `overlap` and `compress` put another way here.
-        self.transport: Transport = EnginesOwn()
+        self.transport = Transport()
         self._lane: Lane | None = None  # what the current place's loop is to this run; None without a loop
         self._heard: Sent | None = None  # the table of the window that closes, if it was sent before
         self._agreed = False  # whether the ranks have agreed to flush

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gradsync.functional._backward import NO_RANGE
 
@@ -13,26 +13,15 @@ if TYPE_CHECKING:
     from gradsync.functional._window import Window
 
 
-class Transport(Protocol):
-    """How the gradients of a run's windows travel to the other ranks."""
+class Transport:
+    """How the gradients of a run's windows travel to the other ranks: here, the engines' own way."""
 
     #: Whether a window closes before its gradients have arrived. Then nothing else may be sent behind them.
-    closes_before: bool
+    closes_before = False
 
     def check(self, team: Team) -> None:
         """Raise for a team whose gradients cannot travel this way. Asked when a window opens."""
 
-    def carrying(self, window: Window) -> AbstractContextManager[Any]:
+    def carrying(self, window: Window) -> AbstractContextManager[Any]:  # noqa: ARG002 - for those that need it
         """A context for the synchronisation of a window."""
-        ...
-
-
-class EnginesOwn:
-    """The engines' own way."""
-
-    closes_before = False
-
-    def check(self, team: Team) -> None: ...
-
-    def carrying(self, window: Window) -> AbstractContextManager[Any]:  # noqa: ARG002 - that of the protocol
         return NO_RANGE

@@ -27,7 +27,7 @@ OF_ONE_RANK = {
 }  # fmt: skip
 TRIED = {
     "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Part", "StandIn", "Team", "Window", "Begun", "InParts",
-    "PartedBackward", "factor_of_update", "update", "Update", "step_optimizers", "normalise", "norm", "clip", "all_finite", "sync_gradients",
+    "PartedBackward", "factor_of_update", "Transport", "update", "Update", "step_optimizers", "normalise", "norm", "clip", "all_finite", "sync_gradients",
     "no_sync", "sync_every", "MicroStep", "fit", "Fitting", "rows_that_fit",
 }  # fmt: skip
 
