@@ -26,7 +26,7 @@ PRIVATES: dict[str, dict[str, str]] = {
             require_backward_grad_sync require_forward_param_sync find_unused_parameters static_graph process_group
             _delay_all_reduce_params _module_parameters _use_python_reducer _comm_hooks modules_buffers
             broadcast_buffers broadcast_bucket_size device_ids mixed_precision _join_config _compiled_call_impl
-            _pre_forward _post_forward
+            _pre_forward _post_forward _has_rebuilt_buckets parameters_to_ignore
             _build_params_for_reducer _build_debug_param_to_name_mapping _ddp_init_helper _assign_modules_buffers
             _sync_module_buffers _register_builtin_comm_hook _get_ddp_logging_data
             """,

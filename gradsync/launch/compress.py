@@ -1,4 +1,4 @@
-"""Gradients that travel in bfloat16: half the bytes, three significant digits.
+"""Gradients that travel in bfloat16: half the bytes, two to three significant digits.
 
 torch has such a hook, but refuses it on a CPU by its name (torch 2.13, `DDP._check_comm_hook`), although gloo can add
 up bfloat16. The hook here works on every backend. It and its state can be pickled, because a `DistributedDataParallel`

@@ -5,6 +5,7 @@ The names stand in gradsync/engines/_privates.py; behaviour is covered by the te
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import tempfile
 import warnings
@@ -16,6 +17,7 @@ from torch.autograd import Variable, profiler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradsync._registry import SAID_OF_TORCH
+from gradsync.engines._ddp_fits import Joint
 from gradsync.engines._privates import PRIVATES, check_torch, missing
 
 
@@ -164,3 +166,20 @@ def test_what_a_forward_of_ddp_does(ddp):
     missing = [name for name in ("device_ids", "mixed_precision", "_join_config", "_compiled_call_impl") if not hasattr(ddp, name)]
     assert not missing, f"torch {torch.__version__}: DDP lost {missing}"
     assert "_in_backward_optimizers" in inspect.getsource(DDP._setup_in_backward_optimizers)
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_a_reducer_forgets_which_parameters_were_used_when_it_is_reset(ddp, resets):
+    """It takes no undefined gradient for a parameter that any backward before has used."""
+    model = torch.nn.Linear(2, 1)
+    reducer = DDP(model, find_unused_parameters=True).reducer
+    model.weight.sum().backward()
+    model.zero_grad()
+    if resets:
+        reducer._reset_state()
+    nothing = Joint.apply(*model.parameters())
+    reducer.prepare_for_forward()
+    reducer.prepare_for_backward([nothing])
+    with contextlib.nullcontext() if resets else pytest.raises(RuntimeError, match="gradient which is undefined"):
+        nothing.backward()
+    assert model.weight.grad is None
