@@ -74,6 +74,7 @@ class HandedOut:
         self.is_empty = False
         self._run = run
         self._explicit = False  # whether the user has called step.backward
+        self._broken = False  # whether one has begun in this turn that has not ended well
         self._place: Place | None = None
         self._current: MicroStep | None = None
         self._done: MicroStep | None = None
@@ -91,7 +92,7 @@ class HandedOut:
     def at(self, place: Place) -> HandedOut:
         """Context manager: inside, holds and hooks are in place for the `MicroStep` of a place."""
         self._place, self._done, self._over, self._closing = place, None, None, None
-        self.is_empty = False
+        self.is_empty = self._broken = False
         return self
 
     def __enter__(self) -> MicroStep:
@@ -118,6 +119,8 @@ class HandedOut:
                 warnings.warn(waited(self._run.what()), RuntimeWarning, stacklevel=3)
         finally:
             self._hold.__exit__(kind, error, where)
+        if self._broken:  # also where the body caught the error: what had arrived must not count in a mean
+            self._run.discard()
         if kind is None:
             self._end_place()
 
@@ -184,14 +187,14 @@ class HandedOut:
         if not place.index:
             insist_on_none_left(self._run.fit())
         self._current, self._done = None, step
-        self._explicit = True
+        self._explicit = self._broken = True
         if self._plain is not None:
             self._plain.remove()
         return place
 
     def _close(self, closing: Closing | None) -> None:
         """After the backward; `closing` is None in a held place."""
-        self._closing = closing
+        self._closing, self._broken = closing, False
         if closing is None:
             return
         team, place = self._run.fit(), self._place
