@@ -78,7 +78,8 @@ def step_optimizers(
         if scaler is not None and scaler.is_enabled():
             _ensure_scale(scaler, parameters, spread)
             for optimizer in optimizers:
-                scaler.unscale_(optimizer)
+                if any(parameter.grad is not None for parameter in owned([optimizer])):
+                    scaler.unscale_(optimizer)  # which the scaler allows once, until an update with a gradient
         normalise(parameters, factor)
         grad_norm = None if clip_norm is None else clip(parameters, clip_norm, spread=spread)
         finite = nonfinite == "step" or all_finite(parameters, spread=spread)
