@@ -13,6 +13,7 @@ from gradsync.functional import Loop, length
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from types import FrameType
 
     from gradsync.decorator.registry import Registry
     from gradsync.functional import Run
@@ -49,14 +50,8 @@ class Over(Generic[T]):
                     yield item
                     _insist_on_latest(loop)
             except GeneratorExit:
-                # Wait for what travels, but not after an exception.
-                if is_left_on_purpose(sys._getframe(0).f_back):
-                    _warn_if_open(loop)
-                    for registry, instance in decorated:
-                        registry.settle(instance)
-                else:
-                    for registry, instance in decorated:
-                        registry.go_back(instance)
+                if not loop.is_superseded:  # else what is open and what travels is that of a later loop
+                    _leave(loop, decorated, sys._getframe(0).f_back)
                 raise
             for turn in loop.rest():
                 call = next(call for registry, _ in decorated if (call := registry.call_of(turn.run)) is not None)
@@ -88,10 +83,21 @@ def _insist_on_latest(loop: Loop) -> None:
         )
 
 
+def _leave(loop: Loop, decorated: Sequence[_Decorated], frame: FrameType | None) -> None:
+    """The loop in `frame` is left before its data has ended: wait for what travels, but not after an exception."""
+    if is_left_on_purpose(frame):
+        _warn_if_open(loop)
+        for registry, instance in decorated:
+            registry.settle(instance)
+    else:
+        for registry, instance in decorated:
+            registry.go_back(instance)
+
+
 def _warn_if_open(loop: Loop) -> None:
-    """Warn if a loop is left with a window open, before its data has ended."""
+    """Warn if a loop is left with a window open."""
     opened = [run for run in loop.called if run.index]
-    if opened and not loop.is_superseded:
+    if opened:
         name = loop.name.removesuffix(".over")
         for run in opened:
             run.told = run.window
@@ -99,5 +105,5 @@ def _warn_if_open(loop: Loop) -> None:
             f"The loop over {loop.name} was left with a window open: {opened[0].index} micro-batches are accumulated. "
             f"Call {name}.flush() to use them, on all ranks together, or {name}.reset() to drop them.",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
