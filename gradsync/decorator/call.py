@@ -187,6 +187,15 @@ class Call:
             self._running = False
         self._tell(closing)
 
+    def insist_on_rest(self, what: str) -> None:
+        """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
+        if self._running and self.thread in {None, get_ident()}:
+            raise GradSyncError(
+                f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that overlap "
+                "calls while the next window is open, at another place on ranks that have run out. Call it between two "
+                "calls, or after the loop."
+            )
+
     def flush(self) -> None:
         """Close the open window now. Collective."""
         self.settle()

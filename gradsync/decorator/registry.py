@@ -104,6 +104,7 @@ class Registry:
 
     def flush(self, instance: object) -> None:
         """Close all open windows."""
+        self._insist_on_rest("flush()", instance)
         self._loops.forget_read_ahead(_key(instance))
         self._unfinished.forget(_key(instance))
         calls = self._all(instance)
@@ -126,6 +127,7 @@ class Registry:
 
     def reset(self, instance: object) -> None:
         """Discard all open windows."""
+        self._insist_on_rest("reset()", instance)
         self._loops.forget_read_ahead(_key(instance))
         self._unfinished.forget(_key(instance))
         for call in self._called(instance):
@@ -159,6 +161,7 @@ class Registry:
 
         All are checked before any is loaded. A window that the state does not have begins anew.
         """
+        self._insist_on_rest("load_state_dict()", instance)
         key = _key(instance)
         states, calls = windows_in(state), self._called(instance)
         for call in calls:
@@ -257,6 +260,10 @@ class Registry:
         check(call, waiting[0])
         load(call, waiting[0])
         self._loaded[key], self._loaded_latest[key] = waiting[1:], None
+
+    def _insist_on_rest(self, what: str, instance: object) -> None:
+        for call in self._called(instance):
+            call.insist_on_rest(what)
 
     def _called(self, instance: object) -> list[Call]:
         """The calls of an instance, in the order of their first call."""

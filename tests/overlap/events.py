@@ -170,6 +170,37 @@ def saves_in_on_update(m: int) -> None:
     assert same(training.seen[1], other.seen[1])
 
 
+def closes_late(m: int) -> None:
+    """A loop that was left, and whose generator ends in the middle of the next loop, lands nothing of that one."""
+    seen = []
+    for at in (5, 11):
+        training = Training(Plan((), m))
+        left = iter(training.step.over(range(6)))
+        for index in left:
+            training.step(index)
+            if index == 2:
+                break
+        seen.append([])
+        for index in training.step.over(range(3, 12)):
+            training.step(index)
+            if index == at:
+                left.close()
+            seen[-1].append(training.parameters)
+    assert all(map(same, *seen))
+
+
+def flushes_in_on_update(m: int) -> str:
+    """The next window is open there."""
+    training = Training(Plan((), m))
+    training.note = lambda _: training.step.flush()
+    training.step = decorated(training, m)
+    with pytest.raises(GradSyncError) as caught:
+        for index in training.step.over(range(8)):
+            training.step(index)
+    training.step.reset()
+    return str(caught.value)
+
+
 def decorated(training: Training, m: int):
     @gradsync.accumulating(
         3, model=training.model, optimizer=training.optimizer, overlap=m, on_update=training.note
@@ -306,6 +337,7 @@ def a_rate_of_the_users() -> None:
 
 def without_overlap() -> set[str]:
     """The files whose lines run in windows without overlap."""
+    gc.collect()  # what an earlier case has left must not end in here
     training, files = Training(Plan((), 0)), set()
     sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
     try:

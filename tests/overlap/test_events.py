@@ -65,6 +65,17 @@ def test_on_update_saves_the_true_parameters(ranks, m):
     ranks(2).run(events.saves_in_on_update, m)
 
 
+@pytest.mark.parametrize("m", [1, 3])
+def test_a_loop_that_ends_late_leaves_the_next_one_alone(ranks, m):
+    ranks(2).run(events.closes_late, m)
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_a_flush_in_on_update_is_an_error(ranks, m):
+    for said in ranks(2).run(events.flushes_in_on_update, m):
+        assert "in an on_update" in said
+
+
 def test_a_write_to_provisional_parameters_is_an_error(ranks):
     for text in ranks(2).run(events.a_write_is_an_error):
         assert "extra was written to" in text and "settle()" in text
