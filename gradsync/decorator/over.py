@@ -8,12 +8,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gradsync._errors import GradSyncError
-from gradsync._frames import is_left_on_purpose
+from gradsync._frames import drawn_by, is_left_on_purpose
 from gradsync.functional import Loop, length
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from types import FrameType
 
     from gradsync.decorator.registry import Registry
     from gradsync.functional import Run
@@ -47,17 +46,22 @@ class Over(Generic[T]):
                 stack.enter_context(registry.looping(loop, instance, position))
             try:
                 for item in loop.items(self._iterable):
+                    drawn = drawn_by(sys._getframe(0).f_back)
                     yield item
                     _insist_on_latest(loop)
             except GeneratorExit:
-                if not loop.is_superseded:  # else what is open and what travels is that of a later loop
-                    _leave(loop, decorated, sys._getframe(0).f_back)
+                if loop.is_superseded:  # what is open, and what travels, is that of a later loop
+                    raise
+                if is_left_on_purpose(sys._getframe(0).f_back, drawn):
+                    _warn_if_open(loop)
+                    _settle(decorated)
+                else:
+                    _go_back(decorated)
                 raise
             for turn in loop.rest():
                 call = next(call for registry, _ in decorated if (call := registry.call_of(turn.run)) is not None)
                 call.take_part(turn.place)
-            for registry, instance in decorated:
-                registry.settle(instance)
+            _settle(decorated)
         for registry, instance in decorated:
             registry.note_idle(loop, instance)
 
@@ -83,15 +87,16 @@ def _insist_on_latest(loop: Loop) -> None:
         )
 
 
-def _leave(loop: Loop, decorated: Sequence[_Decorated], frame: FrameType | None) -> None:
-    """The loop in `frame` is left before its data has ended: wait for what travels, but not after an exception."""
-    if is_left_on_purpose(frame):
-        _warn_if_open(loop)
-        for registry, instance in decorated:
-            registry.settle(instance)
-    else:
-        for registry, instance in decorated:
-            registry.go_back(instance)
+def _settle(decorated: Sequence[_Decorated]) -> None:
+    """Wait for what travels."""
+    for registry, instance in decorated:
+        registry.settle(instance)
+
+
+def _go_back(decorated: Sequence[_Decorated]) -> None:
+    """After an exception, which waits for nothing."""
+    for registry, instance in decorated:
+        registry.go_back(instance)
 
 
 def _warn_if_open(loop: Loop) -> None:
@@ -105,5 +110,5 @@ def _warn_if_open(loop: Loop) -> None:
             f"The loop over {loop.name} was left with a window open: {opened[0].index} micro-batches are accumulated. "
             f"Call {name}.flush() to use them, on all ranks together, or {name}.reset() to drop them.",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )

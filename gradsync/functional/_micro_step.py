@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
+from gradsync._frames import drawn_by
 from gradsync._loss import LossSum
 from gradsync.functional._backward import NO_RANGE
 from gradsync.functional._gradients import normalise
@@ -19,7 +21,7 @@ from gradsync.ranks.lost import waited
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
-    from types import TracebackType
+    from types import CodeType, TracebackType
 
     import torch
 
@@ -72,6 +74,7 @@ class HandedOut:
 
     def __init__(self, run: Run) -> None:
         self.is_empty = False
+        self.loop: Sequence[CodeType] = ()  # what draws the micro-steps
         self._run = run
         self._explicit = False  # whether the user has called step.backward
         self._broken = False  # whether one has begun in this turn that has not ended well
@@ -100,6 +103,7 @@ class HandedOut:
         assert place is not None, "`at` comes first"
         step = MicroStep(place.index, place.window, place.size, place.last, place.part is not Part.RUNS, self)
         self._current = step
+        self.loop = drawn_by(sys._getframe(2))  # of the generator around this, to which it yields
         self._hooks = self._watch_gradients(place)
         self._hold = self._run.holding(place)
         self._hold.__enter__()
