@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from gradsync.decorator.registry import Registry
-    from gradsync.functional import Run
+    from gradsync.functional import Run, Turn
 
 T = TypeVar("T")
 _Decorated = tuple["Registry", object]  # a function's windows, and its instance if it is a method
@@ -58,7 +58,7 @@ class Over(Generic[T]):
                 else:
                     _go_back(decorated)
                 raise
-            for turn in loop.rest():
+            for turn in _rest(loop, decorated):
                 call = next(call for registry, _ in decorated if (call := registry.call_of(turn.run)) is not None)
                 call.take_part(turn.place)
             _settle(decorated)
@@ -85,6 +85,18 @@ def _insist_on_latest(loop: Loop) -> None:
             f"were taken for its. Put several iterables into one: {loop.name}(zip(a, b)), and end a loop before the "
             "next."
         )
+
+
+def _rest(loop: Loop, decorated: Sequence[_Decorated]) -> Iterator[Turn]:
+    """The places after this rank's data has ended. What other ranks land before a boundary lands before it here."""
+    rest = loop.rest()
+    while True:
+        for registry, instance in decorated:
+            registry.land_before_boundary(instance)
+        turn = next(rest, None)
+        if turn is None:
+            return
+        yield turn
 
 
 def _settle(decorated: Sequence[_Decorated]) -> None:

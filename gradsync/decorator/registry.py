@@ -119,6 +119,12 @@ class Registry:
             if call.thread in {None, get_ident()}:
                 call.settle()
 
+    def land_before_boundary(self, instance: object) -> None:
+        """This rank's data has ended: before the next boundary of the others, land what they land before it."""
+        for call in self._called(instance):
+            if call.thread in {None, get_ident()}:
+                call.land_before_boundary()
+
     def go_back(self, instance: object) -> None:
         """After an exception: put the last true parameters back."""
         for call in self._called(instance):

@@ -189,15 +189,44 @@ def closes_late(m: int) -> None:
     assert all(map(same, *seen))
 
 
-def flushes_in_on_update(m: int) -> str:
+def flushes_in_on_update(m: int, lengths: tuple[int, int]) -> str:
     """The next window is open there."""
     training = Training(Plan((), m))
     training.note = lambda _: training.step.flush()
     training.step = decorated(training, m)
     with pytest.raises(GradSyncError) as caught:
-        for index in training.step.over(range(8)):
+        for index in training.step.over(range(lengths[training.rank])):
             training.step(index)
     training.step.settle()  # between two calls, on all ranks, there is nothing against it
+    return str(caught.value)
+
+
+def collectives_in_on_update(m: int, lengths: tuple[int, int], known: bool) -> None:
+    """On ranks of unequal length they meet each other, and not those of a boundary."""
+    training, sums = Training(Plan((), m)), []
+
+    def note(_):
+        here = torch.tensor([training.rank + 1.0])
+        dist.all_reduce(here)
+        sums.append(here.item())
+
+    training.note = note
+    training.step = decorated(training, m)
+    items = range(lengths[training.rank])
+    for index in training.step.over(items if known else iter(items)):
+        training.step(index)
+    assert sums == [3.0] * -(-max(lengths) // 3)
+
+
+def raises_where_it_is_not_finite(m: int, lengths: tuple[int, int]) -> str:
+    training = Training(Plan((), m, infinite=((1, 1),)))
+    step = gradsync.accumulating(
+        3, model=training.model, optimizer=training.optimizer, overlap=m, nonfinite="raise"
+    )(training.step.__wrapped__)  # fmt: skip
+    with pytest.raises(GradSyncError) as caught:
+        for index in step.over(range(lengths[training.rank])):
+            step(index)
+    step.settle()
     return str(caught.value)
 
 
