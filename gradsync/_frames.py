@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from dis import opname
+from inspect import CO_GENERATOR
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from collections.abc import Collection
+    from types import CodeType, FrameType
 
 
-def is_left_on_purpose(frame: FrameType | None, *more: str) -> bool:
-    """Whether the loop in this frame was left by break or return, and not by an exception.
+def drawn_by(frame: FrameType | None) -> list[CodeType]:
+    """What draws the items that are yielded to this frame: generators around them (tqdm), and the loop."""
+    codes = []
+    while frame is not None:
+        codes.append(frame.f_code)
+        frame = frame.f_back if frame.f_code.co_flags & CO_GENERATOR else None
+    return codes
 
-    An exception that propagates shows only in the frame's current instruction: those listed here, and those that begin
-    with one of `more`, do not raise.
+
+def is_left_on_purpose(frame: FrameType | None, loop: Collection[CodeType], *more: str) -> bool:
+    """Whether a loop was left by break or return, and not by an exception, where `frame` closes its generator.
+
+    `loop` is what `drawn_by` gave; a frame that is not in it goes on after the loop's function has returned. An
+    exception that propagates shows only in the frame's current instruction: those listed here, and those that begin
+    with one of `more`, do not raise. A generator around the loop's is at its `yield`, and is closed by its own loop.
     """
-    if frame is None:
-        return True
-    instruction = opname[frame.f_code.co_code[frame.f_lasti]] if frame.f_lasti >= 0 else "RETURN"
-    return instruction.startswith(("POP", "END", "SWAP", "RETURN", "DELETE", "STORE", *more))
+    while frame is not None and frame.f_code in loop:
+        instruction = opname[frame.f_code.co_code[frame.f_lasti]] if frame.f_lasti >= 0 else "RETURN"
+        if not frame.f_code.co_flags & CO_GENERATOR or not instruction.startswith(("YIELD", "RESUME", "SEND")):
+            return instruction.startswith(("POP", "END", "SWAP", "RETURN", "DELETE", "STORE", *more))
+        frame = frame.f_back
+    return True

@@ -31,6 +31,9 @@ TRAVELLING: weakref.WeakSet[Any] = weakref.WeakSet()
 OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
 """The runs with an open window, of all functions: a parameter can be in one open window only."""
 
+FUNCTIONS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The windows of each decorated function: as the program ends, those still open are warned about."""
+
 STEPPING: set[int] = set()
 """The threads in which a step of gradsync's own runs: of another function, perhaps, whose gradients land."""
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import inspect
-import weakref
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import wrapt
 from typing_extensions import ParamSpec
 
+from gradsync._registry import FUNCTIONS
 from gradsync.decorator.face import OWN, documentation, keywords_after_steps, representation
 from gradsync.decorator.over import Over, over
 from gradsync.decorator.participants import Finder, Naming
@@ -212,7 +213,12 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
 
         super().__init__(function, call)
         self._self_registry = windows
-        weakref.finalize(self, windows.warn_if_open)
+        FUNCTIONS.add(windows)
+
+    # Not `weakref.finalize`: that would hold the windows until the function ends, and with them `on_update`, which may
+    # refer to the function. They would keep each other alive, and the model.
+    def __del__(self) -> None:
+        self._self_registry.warn_if_open()
 
     @property
     def _registry(self) -> Registry:
@@ -230,6 +236,12 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
 
     def __deepcopy__(self, _: dict[int, Any]) -> _Accumulating:
         return self
+
+
+@atexit.register
+def _warn_of_open_windows() -> None:
+    for windows in list(FUNCTIONS):
+        windows.warn_if_open()
 
 
 def _check_function(function: object) -> None:

@@ -95,7 +95,7 @@ def check_state(
         odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
         raise GradSyncError(
             f"A state of {name} can be loaded for the parameters that it was saved for, names and shapes, but "
-            f"these differ in {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Windows it with the same "
+            f"these differ in {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Call it with the same "
             f"models and optimizers{OR_WITHOUT_IT}"
         )
 

@@ -8,14 +8,14 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gradsync._errors import GradSyncError
-from gradsync._frames import is_left_on_purpose
+from gradsync._frames import drawn_by, is_left_on_purpose
 from gradsync.functional import Loop, length
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from gradsync.decorator.registry import Registry
-    from gradsync.functional import Run
+    from gradsync.functional import Run, StandIn
 
 T = TypeVar("T")
 _Decorated = tuple["Registry", object]  # a function's windows, and its instance if it is a method
@@ -46,23 +46,22 @@ class Over(Generic[T]):
                 stack.enter_context(registry.looping(loop, instance, position))
             try:
                 for item in loop.items(self._iterable):
+                    drawn = drawn_by(sys._getframe(0).f_back)
                     yield item
                     _insist_on_latest(loop)
             except GeneratorExit:
-                # Wait for what travels, but not after an exception.
-                if is_left_on_purpose(sys._getframe(0).f_back):
+                if loop.is_superseded:  # what is open, and what travels, is that of a later loop
+                    raise
+                if is_left_on_purpose(sys._getframe(0).f_back, drawn):
                     _warn_if_open(loop)
-                    for registry, instance in decorated:
-                        registry.settle(instance)
+                    _settle(decorated)
                 else:
-                    for registry, instance in decorated:
-                        registry.go_back(instance)
+                    _go_back(decorated)
                 raise
-            for run, place in loop.rest():
+            for run, place in _rest(loop, decorated):
                 windows = next(one for registry, _ in decorated if (one := registry.windows_of(run)) is not None)
                 windows.take_part(place)
-            for registry, instance in decorated:
-                registry.settle(instance)
+            _settle(decorated)
         for registry, instance in decorated:
             registry.note_idle(loop, instance)
 
@@ -88,16 +87,40 @@ def _insist_on_latest(loop: Loop) -> None:
         )
 
 
+def _rest(loop: Loop, decorated: Sequence[_Decorated]) -> Iterator[StandIn]:
+    """The places after this rank's data has ended. What other ranks land before a boundary lands before it here."""
+    rest = loop.rest()
+    while True:
+        for registry, instance in decorated:
+            registry.land_before_boundary(instance)
+        turn = next(rest, None)
+        if turn is None:
+            return
+        yield turn
+
+
+def _settle(decorated: Sequence[_Decorated]) -> None:
+    """Wait for what travels."""
+    for registry, instance in decorated:
+        registry.settle(instance)
+
+
+def _go_back(decorated: Sequence[_Decorated]) -> None:
+    """After an exception, which waits for nothing."""
+    for registry, instance in decorated:
+        registry.go_back(instance)
+
+
 def _warn_if_open(loop: Loop) -> None:
-    """Warn if a loop is left with a window open, before its data has ended."""
+    """Warn if a loop is left with a window open."""
     opened = [run for run in loop.called if run.index]
-    if opened and not loop.is_superseded:
+    if opened:
         name = loop.name.removesuffix(".over")
         for run in opened:
             run.told = run.window
         warnings.warn(
             f"The loop over {loop.name} was left with a window open: {opened[0].index} micro-batches are accumulated. "
-            f"Windows {name}.flush() to use them, on all ranks together, or {name}.reset() to drop them.",
+            f"Call {name}.flush() to use them, on all ranks together, or {name}.reset() to drop them.",
             RuntimeWarning,
             stacklevel=3,
         )

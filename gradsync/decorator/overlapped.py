@@ -16,7 +16,7 @@ from gradsync._registry import TRAVELLING
 from gradsync._step_hook import stepping
 from gradsync.decorator.compressed import Compressed, travels_of
 from gradsync.decorator.progress import ClosedLosses
-from gradsync.functional import Transport, bare_optimizer, factor_of_update
+from gradsync.functional import Transport, bare_optimizer, factor_of_update, window_size
 from gradsync.overlap import check_ddp, check_optimizers, check_scaler, depart, go_back, landing, step_ahead
 from gradsync.ranks.lost import WaitingFor
 
@@ -141,6 +141,19 @@ class Overlapped(Transport):
         """Called when a call begins: what an exception left travelling lands now."""
         if self._has_gone_back:
             self.settle()
+
+    def land_before_boundary(self) -> None:
+        """Called before this rank's last micro-batch in a window, or in place of it.
+
+        If full windows land before their boundary, shorter ones do, too: an `on_update` with collectives, or with an
+        exception, then comes on all ranks before those of the boundary.
+        """
+        run = self.run
+        if not self._legs:
+            return
+        size = window_size(run.terms.steps, run.number) if run.window is None else run.window.size
+        if self._num_beside < size:
+            self._land()
 
     def go_on(self, index: int) -> None:
         """The open window has had `index` micro-batches."""

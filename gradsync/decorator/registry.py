@@ -104,6 +104,7 @@ class Registry:
 
     def flush(self, instance: object) -> None:
         """Close all open windows."""
+        self._insist_on_rest("flush()", instance)
         self._loops.forget_read_ahead(_key(instance))
         self._orphaned.forget(_key(instance))
         every = self._all(instance)
@@ -118,6 +119,12 @@ class Registry:
             if windows.thread in {None, get_ident()}:
                 windows.settle()
 
+    def land_before_boundary(self, instance: object) -> None:
+        """This rank's data has ended: before the next boundary of the others, land what they land before it."""
+        for windows in self._called(instance):
+            if windows.thread in {None, get_ident()}:
+                windows.land_before_boundary()
+
     def go_back(self, instance: object) -> None:
         """After an exception: put the last true parameters back."""
         for windows in self._called(instance):
@@ -126,6 +133,7 @@ class Registry:
 
     def reset(self, instance: object) -> None:
         """Discard all open windows."""
+        self._insist_on_rest("reset()", instance)
         self._loops.forget_read_ahead(_key(instance))
         self._orphaned.forget(_key(instance))
         for windows in self._called(instance):
@@ -159,6 +167,7 @@ class Registry:
 
         All are checked before any is loaded. A window that the state does not have begins anew.
         """
+        self._insist_on_rest("load_state_dict()", instance)
         key = _key(instance)
         states, every = windows_in(state), self._called(instance)
         for windows in every:
@@ -258,6 +267,10 @@ class Registry:
         load(windows, waiting[0])
         self._loaded[key], self._loaded_latest[key] = waiting[1:], None
 
+    def _insist_on_rest(self, what: str, instance: object) -> None:
+        for windows in self._called(instance):
+            windows.insist_on_rest(what)
+
     def _called(self, instance: object) -> list[Windows]:
         """Those of an instance, in the order of their first call."""
         key = _key(instance)
@@ -287,7 +300,7 @@ def _forgetting(registry: Registry, key: Key) -> Callable[[], None]:
 
 
 def _at_the_end_of(instance: object, forget: Callable[[], None]) -> None:
-    """Windows `forget` when the instance dies. With __slots__ nobody is told; its optimizer then ends its windows."""
+    """Call `forget` when the instance dies. With __slots__ nobody is told; its optimizer then ends its windows."""
     with suppress(TypeError):
         weakref.finalize(instance, forget).atexit = False
 

@@ -128,9 +128,7 @@ class Windows:
         self.thread = get_ident()
         self._running, waiting = True, False
         try:
-            if self.ahead is not None:
-                self.ahead.begin()
-            place = run.start(run.who, loop)
+            place = self._start(loop)
             window = run.window
             assert window is not None, "opened by now"
             team = window.team
@@ -166,6 +164,16 @@ class Windows:
         self._tell(closing)
         return returned
 
+    def _start(self, loop: Loop | None) -> Place:
+        """The place of a micro-batch that begins; what is to land before it lands."""
+        if self.ahead is None:
+            return self.run.start(self.run.who, loop)
+        self.ahead.begin()
+        place = self.run.start(self.run.who, loop)
+        if place.last:
+            self.ahead.land_before_boundary()
+        return place
+
     def _run_again(self, place: Place) -> Closing | None:
         loss = self._body.again()
         self.record.num_replays += 1
@@ -187,6 +195,28 @@ class Windows:
         finally:
             self._running = False
         self._tell(closing)
+
+    def insist_on_rest(self, what: str) -> None:
+        """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
+        if self._running and self.thread in {None, get_ident()}:
+            raise GradSyncError(
+                f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that overlap "
+                "calls while the next window is open, at another place on ranks that have run out. Call it between two "
+                "calls, or after the loop."
+            )
+
+    def land_before_boundary(self) -> None:
+        """This rank's data has ended: before the next boundary of the others, land what they land before it."""
+        if self.ahead is None:
+            return
+        self._running = True  # as on the other ranks, which are in a call
+        try:
+            self.ahead.land_before_boundary()
+        except BaseException:
+            self.discard()
+            raise
+        finally:
+            self._running = False
 
     def flush(self) -> None:
         """Close the open window now. Collective."""

@@ -68,7 +68,7 @@ def _endless(run: Run, models: Sequence[nn.Module]) -> Iterator[MicroStep]:
             with handed.at(place) as step:
                 yield step
     except BaseException as error:
-        leave(run, error, sys._getframe(0).f_back)
+        leave(run, error, sys._getframe(0).f_back, handed.loop)
         raise
     finally:
         handed.end()
@@ -89,7 +89,7 @@ def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Itera
             with handed.at(place) as step:
                 yield step, item
     except BaseException as error:
-        leave(run, error, sys._getframe(0).f_back)
+        leave(run, error, sys._getframe(0).f_back, handed.loop)
         raise
     finally:
         handed.end()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
+from gradsync._frames import drawn_by
 from gradsync._loss import LossSum
 from gradsync.functional._backward import NO_RANGE
 from gradsync.functional._gradients import normalise
@@ -19,7 +21,7 @@ from gradsync.ranks.lost import waited
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
-    from types import TracebackType
+    from types import CodeType, TracebackType
 
     import torch
 
@@ -72,8 +74,10 @@ class HandedOut:
 
     def __init__(self, run: Run) -> None:
         self.is_empty = False
+        self.loop: Sequence[CodeType] = ()  # what draws the micro-steps
         self._run = run
         self._explicit = False  # whether the user has called step.backward
+        self._broken = False  # whether one has begun in this turn that has not ended well
         self._place: Place | None = None
         self._current: MicroStep | None = None
         self._done: MicroStep | None = None
@@ -91,7 +95,7 @@ class HandedOut:
     def at(self, place: Place) -> HandedOut:
         """Context manager: inside, holds and hooks are in place for the `MicroStep` of a place."""
         self._place, self._done, self._over, self._closing = place, None, None, None
-        self.is_empty = False
+        self.is_empty = self._broken = False
         return self
 
     def __enter__(self) -> MicroStep:
@@ -99,6 +103,7 @@ class HandedOut:
         assert place is not None, "`at` comes first"
         step = MicroStep(place.index, place.window, place.size, place.last, place.part is not Part.RUNS, self)
         self._current = step
+        self.loop = drawn_by(sys._getframe(2))  # of the generator around this, to which it yields
         self._hooks = self._watch_gradients(place)
         self._hold = self._run.holding(place)
         self._hold.__enter__()
@@ -118,6 +123,8 @@ class HandedOut:
                 warnings.warn(waited(self._run.what()), RuntimeWarning, stacklevel=3)
         finally:
             self._hold.__exit__(kind, error, where)
+        if self._broken:  # also where the body caught the error: what had arrived must not count in a mean
+            self._run.discard()
         if kind is None:
             self._end_place()
 
@@ -184,14 +191,14 @@ class HandedOut:
         if not place.index:
             insist_on_none_left(self._run.fit())
         self._current, self._done = None, step
-        self._explicit = True
+        self._explicit = self._broken = True
         if self._plain is not None:
             self._plain.remove()
         return place
 
     def _close(self, closing: Closing | None) -> None:
         """After the backward; `closing` is None in a held place."""
-        self._closing = closing
+        self._closing, self._broken = closing, False
         if closing is None:
             return
         team, place = self._run.fit(), self._place

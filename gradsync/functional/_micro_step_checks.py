@@ -10,7 +10,8 @@ from gradsync._step_hook import unwatch_steps, watch_steps
 from gradsync.functional._update import owned
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from collections.abc import Sequence
+    from types import CodeType, FrameType
 
     from gradsync.functional._place import Place
     from gradsync.functional._run import Run
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 _LEFT = "_gradsync_left"  # of a gradient that a window left behind: how often it had been written to then
 
 
-def leave(run: Run, error: BaseException, frame: FrameType | None) -> None:
+def leave(run: Run, error: BaseException, frame: FrameType | None, loop: Sequence[CodeType]) -> None:
     """The loop is left. Gradients of half a window are its user's, to be dropped before the next begins.
 
     An exception drops them; `frame` is the one that the loop is in. What it is zipped with may have ended.
     """
-    if not isinstance(error, GeneratorExit) or not is_left_on_purpose(frame, "FOR_ITER"):
+    if not isinstance(error, GeneratorExit) or not is_left_on_purpose(frame, loop, "FOR_ITER"):
         run.discard()
         return
     if run.index and not run.is_plain:

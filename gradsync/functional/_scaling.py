@@ -76,7 +76,8 @@ def unscale(
     """Divide the gradients by the scale, and take note of infs."""
     _ensure_scale(scaler, parameters, spread)
     for optimizer in optimizers:
-        scaler.unscale_(optimizer)
+        if any(one.grad is not None for group in optimizer.param_groups for one in group["params"]):
+            scaler.unscale_(optimizer)  # which the scaler allows once, until an update with a gradient
 
 
 def found_inf(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:

@@ -188,6 +188,26 @@ def test_a_step_that_calls_itself():
         step(model, optimizer)
 
 
+@pytest.mark.parametrize("how", ["flush", "reset", "load_state_dict"])
+def test_a_body_that_closes_its_own_window(how):
+    _, model, optimizer = made()
+
+    @accumulating(steps=2)
+    def step(model, optimizer, x, closes):
+        loss = mean_loss(model, x)
+        if closes:
+            getattr(step, how)(*([state] if how == "load_state_dict" else []))
+        return loss
+
+    state = step.state_dict()
+    step(model, optimizer, X, False)
+    with pytest.raises(GradSyncError, match=rf"{how}\(\) of .*step came in the middle of a call"):
+        step(model, optimizer, X, True)
+    for closes in (False, False):
+        step(model, optimizer, X, closes)
+    assert step.progress.updates == 1
+
+
 def test_a_state_from_somewhere_else():
     step, model, optimizer = made()
     with pytest.raises(ValueError, match="version None"):

@@ -89,6 +89,34 @@ def test_dropping_model_and_optimizer_frees_everything():
         gc.enable()
 
 
+def test_a_function_whose_on_update_refers_to_it_is_freed():
+    """A trainer that decorates its own method, with keywords that refer to itself, is a cycle, and no leak."""
+
+    class Trainer:
+        def __init__(self):
+            self.model = small_model()
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.step = accumulating(
+                lambda window: 2 if self.model is not None else 1,
+                model=lambda *_: self.model, optimizer=lambda *_: self.optimizer, on_update=self.note,
+            )(self.loss)  # fmt: skip
+
+        def loss(self, x):
+            return mean_loss(self.model, x)
+
+        def note(self, progress):
+            self.progress = progress, self.step
+
+    trainer = Trainer()
+    for i in range(3):
+        trainer.step(micro_batch(0, i))
+    refs = [weakref.ref(trainer), weakref.ref(trainer.model)]
+    del trainer
+    with pytest.warns(RuntimeWarning, match="ended with a window open: 1 of 2"):
+        gc.collect()
+    assert all(ref() is None for ref in refs)
+
+
 def test_no_allocation_grows_with_the_number_of_windows():
     step = accumulating(steps=4)(lambda model, optimizer, x: model(x).sum())
     model = nn.Linear(1, 1)

@@ -173,3 +173,34 @@ def test_a_window_of_zero_counts_with_a_scaler(ranks, engine, size, every):
     for this optimizer") are neither.
     """
     (exact_or_refused if every or size == 1 else exact)(verdicts(ranks(size), zero_counts, engine, every))
+
+
+def without_gradients(engine: str):
+    """A window whose losses reach no parameter of the optimizer's, in the middle of a run with a scaler."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    home = on_engine(small_model(), engine)
+    optimizer = FullRecorder(home.parameters())
+    outside = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    step = gradsync.accumulating(steps=2)(
+        lambda model, optimizer, scaler, x, reaches: mean_loss(model, x) if reaches else (x * outside).sum()
+    )
+
+    def run():
+        for i in range(6):
+            step(home, optimizer, scaler, micro_batch(rank, i), i not in (2, 3))
+        windows = cut([6] * size, 2)
+        expected, _ = train(small_model(), [windows[0], windows[2]], window_mean)
+        compare([optimizer.seen[0], optimizer.seen[-1]], expected)
+        assert scaler.get_scale() == 8.0
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_window_without_gradients_with_a_scaler(ranks, size):
+    """torch's own words in the window after it ("unscale_() has already been called") are neither."""
+    if size == 1:
+        assert without_gradients("bare").kind == "exact"
+    else:
+        exact(verdicts(ranks(size), without_gradients, "bare"))

@@ -170,6 +170,66 @@ def saves_in_on_update(m: int) -> None:
     assert same(training.seen[1], other.seen[1])
 
 
+def closes_late(m: int) -> None:
+    """A loop that was left, and whose generator ends in the middle of the next loop, lands nothing of that one."""
+    seen = []
+    for at in (5, 11):
+        training = Training(Plan((), m))
+        left = iter(training.step.over(range(6)))
+        for index in left:
+            training.step(index)
+            if index == 2:
+                break
+        seen.append([])
+        for index in training.step.over(range(3, 12)):
+            training.step(index)
+            if index == at:
+                left.close()
+            seen[-1].append(training.parameters)
+    assert all(map(same, *seen))
+
+
+def flushes_in_on_update(m: int, lengths: tuple[int, int]) -> str:
+    """The next window is open there."""
+    training = Training(Plan((), m))
+    training.note = lambda _: training.step.flush()
+    training.step = decorated(training, m)
+    with pytest.raises(GradSyncError) as caught:
+        for index in training.step.over(range(lengths[training.rank])):
+            training.step(index)
+    training.step.settle()  # between two calls, on all ranks, there is nothing against it
+    return str(caught.value)
+
+
+def collectives_in_on_update(m: int, lengths: tuple[int, int], known: bool) -> None:
+    """On ranks of unequal length they meet each other, and not those of a boundary."""
+    training, sums = Training(Plan((), m)), []
+
+    def note(_):
+        here = torch.tensor([training.rank + 1.0])
+        dist.all_reduce(here)
+        sums.append(here.item())
+
+    training.note = note
+    training.step = decorated(training, m)
+    items = range(lengths[training.rank])
+    for index in training.step.over(items if known else iter(items)):
+        training.step(index)
+    assert sums == [3.0] * -(-max(lengths) // 3)
+
+
+def raises_where_it_is_not_finite(m: int, lengths: tuple[int, int]) -> str:
+    training = Training(Plan((), m, infinite=((1, 1),)))
+    step = gradsync.accumulating(
+        3, model=training.model, optimizer=training.optimizer, overlap=m, nonfinite="raise"
+    )(training.step.__wrapped__)  # fmt: skip
+    with pytest.raises(GradSyncError) as caught:
+        for index in step.over(range(lengths[training.rank])):
+            step(index)
+    step.settle()
+    return str(caught.value)
+
+
 def decorated(training: Training, m: int):
     @gradsync.accumulating(
         3, model=training.model, optimizer=training.optimizer, overlap=m, on_update=training.note
@@ -306,6 +366,7 @@ def a_rate_of_the_users() -> None:
 
 def without_overlap() -> set[str]:
     """The files whose lines run in windows without overlap."""
+    gc.collect()  # what earlier cases have left may be asked, as long as it is there
     training, files = Training(Plan((), 0)), set()
     sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
     try:

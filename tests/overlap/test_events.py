@@ -65,6 +65,35 @@ def test_on_update_saves_the_true_parameters(ranks, m):
     ranks(2).run(events.saves_in_on_update, m)
 
 
+@pytest.mark.parametrize("m", [1, 3])
+def test_a_loop_that_ends_late_leaves_the_next_one_alone(ranks, m):
+    ranks(2).run(events.closes_late, m)
+
+
+UNEQUAL = [(7, 7), (7, 4), (4, 7), (8, 2)]
+
+
+@pytest.mark.parametrize("lengths", UNEQUAL)
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_a_flush_in_on_update_is_an_error(ranks, m, lengths):
+    for said in ranks(2).run(events.flushes_in_on_update, m, lengths):
+        assert "in an on_update" in said
+
+
+@pytest.mark.parametrize("lengths", UNEQUAL)
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_what_on_update_sends_meets_that_of_the_other_ranks(ranks, m, lengths):
+    for known in (True, False):
+        ranks(2).run(events.collectives_in_on_update, m, lengths, known)
+
+
+@pytest.mark.parametrize("lengths", UNEQUAL)
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_a_window_that_is_not_finite_raises_on_every_rank(ranks, m, lengths):
+    for said in ranks(2).run(events.raises_where_it_is_not_finite, m, lengths):
+        assert "must be finite" in said
+
+
 def test_a_write_to_provisional_parameters_is_an_error(ranks):
     for text in ranks(2).run(events.a_write_is_an_error):
         assert "extra was written to" in text and "settle()" in text
