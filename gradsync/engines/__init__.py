@@ -1,5 +1,6 @@
 """One file for each engine, with the same protocol. Engines know nothing of losses, counts or optimizers."""
 
+from gradsync.engines._buckets import gradients_in
 from gradsync.engines._find import (
     attach,
     bare,
@@ -22,6 +23,7 @@ __all__ = [
     "behind",
     "common_group",
     "find",
+    "gradients_in",
     "is_engine",
     "is_in_pieces",
     "register",

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from gradsync._errors import GradSyncError
+from gradsync.engines import gradients_in
 from gradsync.overlap.memory import Memory
 
 
@@ -191,11 +192,11 @@ def _narrower(state: Travel, bucket: GradBucket, buffer: torch.Tensor) -> torch.
 
 
 def _places(bucket: GradBucket, buffer: torch.Tensor) -> list[_Place]:
-    parameters: list[Any] = bucket.parameters()
     if buffer.is_sparse:
+        parameters: list[Any] = bucket.parameters()
         return [_Place(parameters[0], buffer.shape, (), 0)]
     start = int(buffer.storage_offset())
     return [
         _Place(parameter, view.shape, view.stride(), int(view.storage_offset()) - start)
-        for parameter, view in zip(parameters, bucket.gradients(), strict=True)
+        for parameter, view in gradients_in(bucket)
     ]

@@ -1,0 +1,28 @@
+"""How gradients lie in a bucket of DDP's reducer: in the layouts of their parameters, which the bucket does not tell.
+
+`GradBucket.gradients()` shows them row by row, whatever their layout; those of a model in `channels_last` are not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+
+def gradients_in(bucket: torch.distributed.GradBucket) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:  # type: ignore[name-defined]
+    """The parameters of a bucket, each with the view of its gradient."""
+    both = zip(bucket.parameters(), bucket.gradients(), strict=True)
+    return [(parameter, _laid_out(view, parameter)) for parameter, view in both]
+
+
+def _laid_out(view: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """The view in the parameter's layout, if that is dense; the reducer lays out the others row by row."""
+    if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        return view
+    return view.as_strided(parameter.shape, parameter.stride(), view.storage_offset())
