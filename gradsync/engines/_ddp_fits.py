@@ -69,6 +69,9 @@ def check(ddp: DistributedDataParallel) -> None:
         )
 
 
+_LAYOUT = torch.Tensor.stride
+
+
 def is_built_for(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) -> bool:
     """Whether the reducer is for just these parameters, as they are now."""
     known = vars(ddp).get("_gradsync_reduced")
@@ -78,6 +81,8 @@ def is_built_for(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) 
         return False
     if not _are_held(reduced) or any(map(is_resized, reduced)):
         return False
+    if not all(parameter.is_contiguous() for parameter in reduced):
+        return False  # it may have been made before `channels_last`, and does not tell
     if len(reduced) == len(ddp._module_parameters):
         return True
     # As many as it was made for, but perhaps others: its buckets know.
@@ -112,17 +117,20 @@ def _are_held(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def is_wired(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) -> bool:
-    """Whether autograd has the same nodes for these as when the reducer put its hooks on them.
+    """Whether autograd has the same nodes for these as when the reducer put its hooks on them, and the same layouts.
 
     It makes another one when a parameter has been cast, and also when it has been cast back, or got another storage by
-    `set_`, as parametrizations do: then nothing of the parameter itself tells.
+    `set_`, as parametrizations do: then nothing of the parameter itself tells. With another layout, as of
+    `channels_last`, the reducer writes gradients into its buckets in one order and reads them in another.
     """
     known = WIRES.get(ddp)
     if known is None:
         return True
-    parameters, nodes = known
+    parameters, nodes, layouts = known
     if len(parameters) != len(reduced) or any(a is not b for a, b in zip(parameters, reduced, strict=True)):
         return False  # another function has seen some of them frozen, and the reducer was made anew
+    if layouts != [*map(_LAYOUT, reduced)]:
+        return False
     now = nodes_of(reduced)
     return not now or all(a is b or a is None or b is None for a, b in zip(nodes, now, strict=True))
 
@@ -131,7 +139,7 @@ def note_wires(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) ->
     """Take note of what the reducer is built for, and of where its hooks are."""
     vars(ddp)["_gradsync_reduced"] = tuple(map(likeness, reduced))
     if reduced:
-        WIRES[ddp] = tuple(reduced), nodes_of(reduced)
+        WIRES[ddp] = tuple(reduced), nodes_of(reduced), [*map(_LAYOUT, reduced)]
 
 
 def is_resized(parameter: nn.Parameter) -> bool:

@@ -108,7 +108,7 @@ class Team:
                 raise GradSyncError(_CHANGED.format(name=name, what=self._scene.changes(now)))
         self.check_trainable(name)
         if not self._is_wired:
-            what = "parameters were cast, though perhaps back again, or got another storage"
+            what = "parameters were cast, though perhaps back again, or got another storage or memory format"
             raise GradSyncError(_CHANGED.format(name=name, what=what))
 
     @property

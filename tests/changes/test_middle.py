@@ -22,7 +22,8 @@ def unfreeze(run: Run) -> None:
 
 MIDDLE = {
     **{name: BY_NAME[name] for name in ("new_head", "appended_layer", "frozen", "in_float32", "assigned")},
-    **{name: BY_NAME[name] for name in ("resized_embedding", "weight_norm", "in_float32_and_back")}, "unfrozen": unfreeze,
+    **{name: BY_NAME[name] for name in ("resized_embedding", "weight_norm", "in_float32_and_back", "other_layout")},
+    "unfrozen": unfreeze,
 }  # fmt: skip
 
 
