@@ -15,6 +15,7 @@ from gradsync.engines._find import (
 )
 from gradsync.engines._gloo import settle_all_groups
 from gradsync.engines._protocol import Engine
+from gradsync.engines._words import in_our_words
 
 __all__ = [
     "Engine",
@@ -24,6 +25,7 @@ __all__ = [
     "common_group",
     "find",
     "gradients_in",
+    "in_our_words",
     "is_engine",
     "is_in_pieces",
     "register",

@@ -99,7 +99,7 @@ class BehindEngine(DDPEngine):
     def settle(self) -> None:
         self._close(None)
 
-    def abort(self) -> None:
+    def _complete_failed(self) -> None:
         self._close(None)  # the ledger, last of all, is still to come: nothing can have been lost
 
     def reduce(self) -> None:

@@ -44,6 +44,7 @@ from gradsync.engines._ddp_forward import as_it_is, moved, shortcut
 from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Carrier, Engine
 from gradsync.engines._silent import silent
+from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -166,15 +167,18 @@ class DDPEngine(Engine):
                 raise GradSyncError(unused_message(self.named_parameters(), never_used))
 
     def abort(self) -> None:
+        try:
+            self._complete_failed()
+        except RuntimeError as error:
+            if is_lost(error):
+                raise
+            self._forget_reduction()  # else it would go on in the next backward, and refuse DDP's own forward
+
+    def _complete_failed(self) -> None:
         if self._is_untouched():
             self.reduce()
-            return
-        try:
-            missing = self._unready()
-        except RuntimeError:
-            self._forget_reduction()
-            return
-        self._complete(missing)
+        else:
+            self._complete(self._unready())
 
     def reduce(self) -> None:
         self._note_used()
@@ -285,6 +289,8 @@ class DDPEngine(Engine):
 
     def _forget_reduction(self) -> None:
         """A backward failed after the last gradient had left: what the reducer had queued for its end is lost.
+
+        Or it failed in the reducer, which takes no such gradient now, either.
 
         Its state can only be reset as a whole. It then wants to order its buckets anew, with all ranks, which have no
         reason to; so these are ordered now if that is due on all, and else kept as they are.
