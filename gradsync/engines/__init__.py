@@ -1,6 +1,6 @@
 """One file for each engine, with the same protocol. Engines know nothing of losses, counts or optimizers."""
 
-from gradsync.engines._buckets import gradients_in
+from gradsync.engines._buckets import gradients_in, in_pairs
 from gradsync.engines._find import (
     attach,
     bare,
@@ -26,6 +26,7 @@ __all__ = [
     "find",
     "gradients_in",
     "in_our_words",
+    "in_pairs",
     "is_engine",
     "is_in_pieces",
     "register",

@@ -1,4 +1,4 @@
-"""Parameters that do not lie row by row (`channels_last`): from the first, once wrapped, and from one window to the next."""
+"""Parameters that do not lie row by row (`channels_last`), from the first or from some time on, and complex ones."""
 
 from __future__ import annotations
 
@@ -83,3 +83,44 @@ def overlapped(wrap: str, steps: int, overlap: int) -> None:
 @pytest.mark.parametrize(("steps", "overlap"), [(1, 1), (3, 2)])
 def test_what_travels_lands_in_its_layout(ranks, wrap, steps, overlap):
     ranks(2).run(overlapped, wrap, steps, overlap)
+
+
+class Complex(nn.Module):
+    """With complex parameters, or with the same numbers in pairs of real ones."""
+
+    def __init__(self, *, in_pairs: bool) -> None:
+        super().__init__()
+        weight, scale = rows_of(3, 6, 2), rows_of(4, 2, 2)
+        self.in_pairs = in_pairs
+        self.weight, self.scale = (
+            nn.Parameter(pairs if in_pairs else torch.view_as_complex(pairs)) for pairs in (weight, scale)
+        )
+
+    def forward(self, x):
+        weight, scale = self.pairs().values()
+        y = x.to(torch.complex128) @ torch.view_as_complex(weight).view(3, 2)
+        return torch.view_as_real(y * torch.view_as_complex(scale))
+
+    def pairs(self) -> dict[str, torch.Tensor]:
+        return {name: p if self.in_pairs else torch.view_as_real(p) for name, p in self.named_parameters()}
+
+
+def as_in_pairs(wrap: str, lengths: list[int], steps: int, overlap: int) -> None:
+    ends, rank = [], dist.get_rank()
+    for in_pairs in (True, False):
+        model = Complex(in_pairs=in_pairs)
+        home = model if WRAPS[wrap] is None else DDP(model, **WRAPS[wrap])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        step = accumulating(steps=steps, overlap=overlap)(lambda model, optimizer, x: mean_loss(model, x))
+        for x in step.over([rows_of(1000 * rank + i, 4) for i in range(lengths[rank])]):
+            step(home, optimizer, x)
+        ends.append({name: pairs.detach() for name, pairs in model.pairs().items()})
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "overlap"), [("static", 0), ("ddp", 0), ("bare", 0), ("bare", 1), ("ddp", 2), ("views", 1)]
+)
+def test_complex_numbers_are_pairs(ranks, wrap, overlap):
+    for lengths in ([4, 4], [5, 2]):
+        ranks(2).run(as_in_pairs, wrap, lengths, 2, overlap)
