@@ -22,8 +22,9 @@ MAKERS: dict[type, Callable[[Any], Any]] = {}
 BEHIND: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 """The DDPs behind each bare module. They refer to its parameters, not to the module, so an entry dies with it."""
 
-WIRES: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
-"""A DDP's reducer's parameters, and their nodes in autograd's graph, where its hooks are: copies must not have them."""
+WIRES: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
+"""A DDP's reducer's parameters, their nodes in autograd's graph, where its hooks are (copies must not have them), and
+their layouts."""
 
 TRAVELLING: weakref.WeakSet[Any] = weakref.WeakSet()
 """The windows whose gradients travel (`overlap`). Before another window uses their parameters, they `settle`."""

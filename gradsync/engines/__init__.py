@@ -1,5 +1,6 @@
 """One file for each engine, with the same protocol. Engines know nothing of losses, counts or optimizers."""
 
+from gradsync.engines._buckets import gradients_in, in_pairs
 from gradsync.engines._find import (
     attach,
     bare,
@@ -14,6 +15,7 @@ from gradsync.engines._find import (
 )
 from gradsync.engines._gloo import settle_all_groups
 from gradsync.engines._protocol import Engine
+from gradsync.engines._words import in_our_words
 
 __all__ = [
     "Engine",
@@ -22,6 +24,9 @@ __all__ = [
     "behind",
     "common_group",
     "find",
+    "gradients_in",
+    "in_our_words",
+    "in_pairs",
     "is_engine",
     "is_in_pieces",
     "register",

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.engines._buffers import BuffersOnTheirWay
 from gradsync.engines._ddp import DDPEngine
-from gradsync.engines._ddp_fits import insist_on_shapes
+from gradsync.engines._ddp_fits import insist_on_shapes, note_wires
 from gradsync.engines._flags import flags_on
 from gradsync.engines._protocol import Carrier
 from gradsync.engines._silent import silent
@@ -100,7 +100,7 @@ class BehindEngine(DDPEngine):
     def settle(self) -> None:
         self._close(None)
 
-    def abort(self) -> None:
+    def _complete_failed(self) -> None:
         self._close(None)  # the reduction still waits for the ledger, so nothing has been lost
 
     def reduce(self) -> None:
@@ -163,6 +163,7 @@ def _make(rest: Rest, group: dist.ProcessGroup | None) -> DistributedDataParalle
         shell.register_parameter(f"loose{place}", parameter)
     shell._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
     ddp = DistributedDataParallel(shell, process_group=group)
+    note_wires(ddp, [parameter for parameter in ddp._module_parameters if parameter.requires_grad])
     ddp._modules.clear()
     ddp.modules_buffers, ddp.named_module_buffers = [], {}
     return ddp

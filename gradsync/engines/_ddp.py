@@ -44,6 +44,7 @@ from gradsync.engines._ddp_forward import as_it_is, moved, shortcut
 from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Carrier, Engine
 from gradsync.engines._silent import silent
+from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -167,15 +168,18 @@ class DDPEngine(Engine):
                 raise GradSyncError(unused_message(self.named_parameters(), never_used))
 
     def abort(self) -> None:
+        try:
+            self._complete_failed()
+        except RuntimeError as error:
+            if is_lost(error):
+                raise
+            self._forget_reduction()  # else it would go on in the next backward, and refuse DDP's own forward
+
+    def _complete_failed(self) -> None:
         if self._is_untouched():
             self.reduce()
-            return
-        try:
-            missing = self._unready()
-        except RuntimeError:
-            self._forget_reduction()
-            return
-        self._complete(missing)
+        else:
+            self._complete(self._unready())
 
     def reduce(self) -> None:
         self._note_used(None)
@@ -292,9 +296,10 @@ class DDPEngine(Engine):
     def _forget_reduction(self) -> None:
         """Reset the reducer after a backward that failed when the last gradient had left.
 
-        What the reducer had queued for the end of that backward is lost, and its state can only be reset as a whole. It
-        then wants to order its buckets again, together with all ranks, but these have no reason to. So the buckets are
-        ordered now if that is due on all ranks, and otherwise kept as they are.
+        Or it failed in the reducer, which takes no such gradient now, either. What the reducer had queued for the end
+        of that backward is lost, and its state can only be reset as a whole. It then wants to order its buckets again,
+        together with all ranks, but these have no reason to. So the buckets are ordered now if that is due on all
+        ranks, and otherwise kept as they are.
         """
         reducer = self._ddp.reducer
         device = self._reduced[0].device

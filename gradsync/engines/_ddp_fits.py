@@ -69,6 +69,9 @@ def check(ddp: DistributedDataParallel) -> None:
         )
 
 
+_LAYOUT = torch.Tensor.stride
+
+
 def is_built_for(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) -> bool:
     """Whether the reducer was made for exactly these parameters, in their present form."""
     known = vars(ddp).get("_gradsync_reduced")
@@ -78,6 +81,8 @@ def is_built_for(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) 
         return False
     if not _are_held(reduced) or any(map(is_resized, reduced)):
         return False
+    if not all(parameter.is_contiguous() for parameter in reduced):
+        return False  # it may have been made before `channels_last`, and does not tell
     if len(reduced) == len(ddp._module_parameters):
         return True
     # The number is right, but they may be others: the buckets tell.
@@ -112,17 +117,20 @@ def _are_held(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def is_wired(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) -> bool:
-    """Whether autograd still uses the nodes on which the reducer put its hooks.
+    """Whether autograd still uses the nodes on which the reducer put its hooks, and the layouts are what they were.
 
     Autograd makes a new node when a parameter is cast, even if it is cast back, and when `set_` gives it another
-    storage, as parametrizations do. After the last two the parameter looks as before.
+    storage, as parametrizations do. After the last two the parameter looks as before. With another layout, as of
+    `channels_last`, the reducer writes gradients into its buckets in one order and reads them in another.
     """
     known = WIRES.get(ddp)
     if known is None:
         return True
-    parameters, nodes = known
+    parameters, nodes, layouts = known
     if len(parameters) != len(reduced) or any(a is not b for a, b in zip(parameters, reduced, strict=True)):
         return False  # another function saw some of them frozen, and the reducer was rebuilt
+    if layouts != [*map(_LAYOUT, reduced)]:
+        return False
     now = nodes_of(reduced)
     return not now or all(a is b or a is None or b is None for a, b in zip(nodes, now, strict=True))
 
@@ -131,7 +139,7 @@ def note_wires(ddp: DistributedDataParallel, reduced: Sequence[nn.Parameter]) ->
     """Remember what the reducer was built for, and the nodes that have its hooks."""
     vars(ddp)["_gradsync_reduced"] = tuple(map(likeness, reduced))
     if reduced:
-        WIRES[ddp] = tuple(reduced), nodes_of(reduced)
+        WIRES[ddp] = tuple(reduced), nodes_of(reduced), [*map(_LAYOUT, reduced)]
 
 
 def is_resized(parameter: nn.Parameter) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch.autograd import Variable
 
 from gradsync._errors import GradSyncError
+from gradsync.engines._buckets import gradients_in
 from gradsync.engines._ddp import DDPEngine
 
 if TYPE_CHECKING:
@@ -86,12 +87,12 @@ class StaticEngine(DDPEngine):
         # A communication hook averages; without one the reducer divides before it sums.
         share = 1.0 if "comm_hook" in self._ddp._get_ddp_logging_data() else 1.0 / self.group.size()
         for bucket in self._reducer._get_zeros_like_grad_buckets():
-            for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            for parameter, view in gradients_in(bucket):
                 if parameter.grad is not None:
                     torch.mul(parameter.grad, share, out=view)
             averaged = self._reducer._run_comm_hook(bucket).wait()
             bucket.set_buffer(averaged[0] if isinstance(averaged, list) else averaged)
-            for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            for parameter, view in gradients_in(bucket):
                 if parameter.grad is None:
                     parameter.grad = view.clone()
                 else:

@@ -214,6 +214,12 @@ def _needs_engine(parameter: nn.Parameter) -> bool:
             "A model on several ranks needs all of its parameters before its first window, but one of a lazy module "
             "has no shape yet. Run one forward before the first call: with torch.no_grad(): model(batch)."
         )
+    if parameter.is_meta:
+        raise GradSyncError(
+            "A model on several ranks needs its parameters on a device before its first window, but one of shape "
+            f"{list(parameter.shape)} is on the meta device, without values. Call model.to_empty(device=...) and load "
+            "or initialise it, or switch its requires_grad off."
+        )
     mesh = _mesh(parameter)
     if mesh is not None and mesh.size() < dist.get_world_size():
         raise GradSyncError(

@@ -95,6 +95,10 @@ class FSDP1Engine(Engine):
     def leaves(self) -> Sequence[torch.Tensor]:
         return [handle.flat_param for handle in self._handles]
 
+    @property
+    def gathered(self) -> None:
+        return None  # a forward leaves views of its flat parameters, or takes parameters out of their modules
+
     def num_held(self) -> int:
         return sum(parameter.grad is not None for parameter in self.parameters)
 

@@ -67,8 +67,8 @@ class Engine:
         return self.parameters
 
     @property
-    def gathered(self) -> Mapping[torch.Tensor, nn.Parameter]:
-        """The tensors that a forward has left in place of parameters, with these; `rest` removes them."""
+    def gathered(self) -> Mapping[torch.Tensor, nn.Parameter] | None:
+        """The tensors that a forward has left in place of parameters, with these, until `rest`. None: unknown."""
         return {}
 
     @property

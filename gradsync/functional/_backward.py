@@ -8,6 +8,7 @@ import torch
 from torch.autograd import Variable, profiler
 
 from gradsync._errors import GradSyncError
+from gradsync.engines import in_our_words
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ def backward(
     except BaseException as error:
         if order is not HELD and not is_lost(error):  # a lost rank completes nothing
             order.abort()
+            told = in_our_words(error)
+            if told is not None:
+                raise told from error
         raise
     if order is not HELD:
         order.complete()

@@ -25,11 +25,11 @@ class Bystanders:
     again.
     """
 
-    __slots__ = ("_engines", "_parameters")
+    __slots__ = ("_parameters", "engines")
 
     def __init__(self, parameters: Sequence[nn.Parameter] = (), engines: Sequence[Engine] = ()) -> None:
         self._parameters = parameters
-        self._engines = engines
+        self.engines = engines
 
     def __bool__(self) -> bool:
         return bool(self._parameters)
@@ -37,13 +37,13 @@ class Bystanders:
     @property
     def forward_communicates(self) -> bool:
         """Whether one of their forwards waits for the other ranks."""
-        return any(engine.forward_communicates for engine in self._engines)
+        return any(engine.forward_communicates for engine in self.engines)
 
     def hold(self) -> tuple[list[Any], list[nn.Parameter]]:
         """Switch `requires_grad` of these parameters off; returns what `restore` needs."""
-        for engine in self._engines:
+        for engine in self.engines:
             engine.rest()  # parameters that are gathered already would not see the switch
-        found = [engine.hold() for engine in self._engines]
+        found = [engine.hold() for engine in self.engines]
         switched_off = []
         with SWITCHING:
             for parameter in self._parameters:
@@ -66,6 +66,6 @@ class Bystanders:
                     state[_HOLDERS] = holders
                 else:
                     parameter.requires_grad_(True)
-        for engine, flag in zip(self._engines, flags, strict=True):
+        for engine, flag in zip(self.engines, flags, strict=True):
             engine.restore(flag)
             engine.rest()

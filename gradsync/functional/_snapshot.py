@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from operator import is_
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
@@ -15,11 +16,16 @@ from gradsync.engines import is_engine
 from gradsync.ranks.group import several_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from typing import TypeAlias
 
+    import torch
     from torch.optim import Optimizer
 
+    Gathered: TypeAlias = Mapping[torch.Tensor, nn.Parameter]
+
 _Parameter = tuple[Any, ...]
+NOTHING: Gathered = MappingProxyType({})
 
 
 class _Module(NamedTuple):
@@ -54,10 +60,12 @@ class Snapshot:
         owned: Iterable[nn.Parameter],
         before: Snapshot | None = None,
         trained: frozenset[int] | None = None,
+        gathered: Gathered = NOTHING,
     ) -> Snapshot:
         """The snapshot now. `before` spares looking up the same classes again.
 
         `trained` has the ids of the parameters for which it matters whether they are frozen: not those of bystanders.
+        `gathered` has what stands in modules in place of parameters, with these.
         """
         found: dict[nn.Parameter, None] = {}
         roots: list[int] = []
@@ -75,7 +83,7 @@ class Snapshot:
                     wraps = kinds[kind] = is_engine(kind)
                 if wraps:
                     wrappers += [place, id(module)]
-                parameters = tuple(module._parameters.values())
+                parameters = tuple(_parameters_of(module, gathered))
                 modules.append(_Module(weakref.ref(module), kind, parameters, [*map(id, module._modules.values())]))
                 for parameter in parameters:
                     if parameter is not None:
@@ -87,7 +95,11 @@ class Snapshot:
         return cls(alike, len(found), mine, roots, modules, wrappers, kinds, world)
 
     def is_still(  # noqa: PLR0911 - quick: nothing is looked at after the first difference
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], trained: frozenset[int] | None = None
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        trained: frozenset[int] | None = None,
+        gathered: Gathered = NOTHING,
     ) -> bool:
         """Whether nothing at all has changed (quick). `is_like` ignores changes that no engine minds."""
         if self.roots != [*map(id, models)]:
@@ -99,8 +111,8 @@ class Snapshot:
             module = ref()
             if module is None or type(module) is not kind:
                 return False
-            found, inner = module._parameters, module._modules
-            if len(found) != len(parameters) or not all(map(is_, found.values(), parameters)):
+            found, inner = _parameters_of(module, gathered), module._modules
+            if len(found) != len(parameters) or not all(map(is_, found, parameters)):
                 return False
             if (inner or children) and [*map(id, inner.values())] != children:
                 return False
@@ -142,6 +154,11 @@ class Snapshot:
             if number
         ]
         return ", ".join(told) or "the optimizers' parameters or the wrappers are others"
+
+
+def _parameters_of(module: nn.Module, gathered: Gathered) -> Collection[nn.Parameter | None]:
+    found = module._parameters.values()
+    return [p if p is None else gathered.get(p, p) for p in found] if gathered else found
 
 
 def _likeness(parameter: nn.Parameter, trained: frozenset[int] | None) -> _Parameter:

@@ -91,6 +91,7 @@ class Team:
         inside = {id(p) for engine in engines if engine.holds_inside for p in engine.parameters}
         self.watchable = [parameter for parameter in self.parameters if id(parameter) not in inside]
         self._inside = inside
+        self._gathering = [engine for engine in (*engines, *bystanders.engines) if engine.holds_inside]
 
     def fits(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> bool:
         """Whether models and optimizers are as they were. Asked when a window opens."""
@@ -102,14 +103,22 @@ class Team:
 
     def check(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         """Raise unless models and optimizers are as they were when the open window was opened."""
-        if not self._inside and not self._snapshot.is_still(models, optimizers, self.ids):
-            now = Snapshot.of(models, owned(optimizers), self._snapshot, self.ids)
+        gathered = self._gathered()
+        if gathered is not None and not self._snapshot.is_still(models, optimizers, self.ids, gathered):
+            now = Snapshot.of(models, owned(optimizers), self._snapshot, self.ids, gathered)
             if not self._snapshot.is_like(now):
                 raise GradSyncError(_CHANGED.format(name=name, what=self._snapshot.changes(now)))
         self.check_trainable(name)
         if not self._is_wired:
-            what = "parameters were cast, though perhaps back again, or got another storage"
+            what = "parameters were cast, though perhaps back again, or got another storage or memory format"
             raise GradSyncError(_CHANGED.format(name=name, what=what))
+
+    def _gathered(self) -> dict[torch.Tensor, nn.Parameter] | None:
+        """What forwards have left in place of parameters; None if an engine does not tell."""
+        found = [engine.gathered for engine in self._gathering]
+        if any(one is None for one in found):
+            return None
+        return {leaf: parameter for one in found for leaf, parameter in one.items()}
 
     @property
     def _is_wired(self) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from gradsync._errors import GradSyncError
+from gradsync.engines import gradients_in, in_pairs
 from gradsync.overlap.memory import Memory
 
 
@@ -49,7 +50,8 @@ class _Sent:
         """The mean of the bucket by parameter, as views."""
         if mean.is_sparse:
             return [(self.places[0].parameter, mean)]
-        return [(place.parameter, mean.as_strided(place.size, place.stride, place.offset)) for place in self.places]
+        kinds = [(place, in_pairs(mean, place.parameter)) for place in self.places]
+        return [(place.parameter, kind.as_strided(place.size, place.stride, place.offset)) for place, kind in kinds]
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,11 +192,10 @@ def _narrower(state: Travel, bucket: GradBucket, buffer: torch.Tensor) -> torch.
 
 
 def _places(bucket: GradBucket, buffer: torch.Tensor) -> list[_Place]:
-    parameters: list[Any] = bucket.parameters()
     if buffer.is_sparse:
+        parameters: list[Any] = bucket.parameters()
         return [_Place(parameters[0], buffer.shape, (), 0)]
-    start = int(buffer.storage_offset())
     return [
-        _Place(parameter, view.shape, view.stride(), int(view.storage_offset()) - start)
-        for parameter, view in zip(parameters, bucket.gradients(), strict=True)
+        _Place(p, view.shape, view.stride(), int(view.storage_offset() - in_pairs(buffer, p).storage_offset()))
+        for p, view in gradients_in(bucket)
     ]

@@ -134,6 +134,12 @@ def other_storage(run: Run) -> None:
         parameter.data = parameter.data.clone()
 
 
+def other_layout(run: Run) -> None:
+    """What `channels_last` does to a convolution."""
+    weight = run.model.body[0].weight
+    weight.data = weight.data.t().contiguous().t()
+
+
 def taken_out_of_ddp(run: Run) -> None:
     run.unwrap()
 
@@ -230,8 +236,8 @@ EDITS = [
     new_head, new_head_and_optimizer, new_head_that_nobody_steps, appended_layer, layer_taken_out, layers_of_another_kind,
     adapter, adapter_and_optimizer, weight_norm, weight_norm_of_which_the_optimizer_knows_half, symmetric,
     symmetric_and_back, in_float32_and_back, bias_taken_out, other_buffers, assigned, assigned_behind_the_optimizer,
-    other_storage, taken_out_of_ddp, sub_module_alone, sub_module_alone_bare, in_float32, in_float32_and_optimizer,
-    resized_embedding, resized_in_place, frozen, frozen_and_back, swapped, tied, tied_and_untied,
+    other_storage, other_layout, taken_out_of_ddp, sub_module_alone, sub_module_alone_bare, in_float32,
+    in_float32_and_optimizer, resized_embedding, resized_in_place, frozen, frozen_and_back, swapped, tied, tied_and_untied,
     part_of_something_larger, only_a_part, copied, optimizer_of_a_part,
 ]  # fmt: skip
 BY_NAME = {edit.__name__: edit for edit in EDITS}

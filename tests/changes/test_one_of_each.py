@@ -35,6 +35,7 @@ def test_an_edit_in_the_middle_of_a_window(ranks):
     cases += [("assigned", "accumulating", wrap, 1) for wrap in WRAPS]
     hold(ranks, 2, test_middle.edited_in_the_middle, cases, says="window|middle", only="error")
     hold(ranks, 2, test_middle.edited_in_the_middle, [("new_head", "sync_every", "bare", 1), ("frozen", "sync_every", "ddp", 1)])
+    test_middle.test_an_edit_of_what_is_sharded_in_the_middle_of_a_window(ranks)
     hold(ranks, 2, test_middle.gan, [("bare", "both", 3), ("ddp", "d off and on", 1)], only="exact")
 
 
