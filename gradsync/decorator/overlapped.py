@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from gradsync.decorator.updater import Updater
-    from gradsync.functional import Closing, Run, Team, Window
+    from gradsync.functional import Closing, Place, Run, Team, Window
     from gradsync.overlap import Flight, InFlight
     from gradsync.overlap.saved import Saved
     from gradsync.ranks.line import Sent
@@ -142,17 +142,19 @@ class Overlapped(Transport):
         if self._has_gone_back:
             self.settle()
 
-    def land_before_boundary(self) -> None:
-        """Called before this rank's last micro-batch in a window, or in place of it.
+    def lands_before(self, place: Place) -> bool:
+        """Whether what travels lands between the micro-batch of this place and the boundary behind it.
 
-        If full windows land before their boundary, shorter ones do, too: an `on_update` with collectives, or with an
-        exception, then comes on all ranks before those of the boundary.
+        So it is in the last place of a short window, if full windows land before their boundary: an `on_update` with
+        collectives, or with an exception, then comes on all ranks before those of the boundary.
         """
+        return place.last and bool(self._legs) and place.index < self._num_beside < place.size
+
+    def land_before_boundary(self) -> None:
+        """The same where this rank's data has ended, and it runs no micro-batch."""
         run = self.run
-        if not self._legs:
-            return
         size = window_size(run.terms.steps, run.number) if run.window is None else run.window.size
-        if self._num_beside < size:
+        if self._legs and self._num_beside < size:
             self._land()
 
     def go_on(self, index: int) -> None:

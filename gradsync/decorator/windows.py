@@ -17,7 +17,7 @@ from gradsync.decorator.updater import Updater
 from gradsync.decorator.watches import GradientWatch, StepGuard
 from gradsync.functional import Part, Run, Who, check_steppable, detach, is_scaling, owned
 from gradsync.overlap import check_compress
-from gradsync.ranks.lost import is_lost, lost
+from gradsync.ranks.lost import WaitingFor
 
 if TYPE_CHECKING:
     import weakref
@@ -124,55 +124,64 @@ class Windows:
         """Run the user's function on one micro-batch, its backward, and at the boundary the update."""
         if self._running:
             raise GradSyncError(f"{self.name} must not call itself: a micro-batch is one call. Call the model instead.")
-        run = self.run
+        run, ahead = self.run, self.ahead
         self.thread = get_ident()
-        self._running, waiting = True, False
+        self._running = True
         try:
-            place = self._start(loop)
-            window = run.window
-            assert window is not None, "opened by now"
-            team = window.team
-            if place.index == 0:
-                self.watch.begin(self.name, team)
-            with run.holding(place):
-                if self._fitted is not None:
-                    returned, closing = self._fitted.micro_batch(place, function, args, kwargs)
-                else:
-                    returned, loss = self._body(function, args, kwargs, team)
-                    waiting = True
-                    if loss is not None:
-                        self.watch.check(self.name, run.index)
-                        num_dropped = window.num_dropped
-                        closing = run.backward(place, loss, scaler=self._updater.scaler)
-                        returned = detach(returned, loss) if window.num_dropped == num_dropped else None
-                        if team.forward_communicates:
-                            self._body.remember(function, args, kwargs, loop)
-                    elif team.lockstep:
-                        run.note_dropped()
-                        closing = self._run_again(place)
-                    else:
-                        closing = run.drop(place)
+            if ahead is not None:
+                ahead.begin()
+            place = run.start(run.who, loop)
+            if ahead is not None and ahead.lands_before(place):
+                returned, _ = self._run(place._replace(last=False), function, args, kwargs, loop)
+                ahead.settle()
+                with run.holding(place):
+                    closing = run.miss(place)  # synchronises what was held
+            else:
+                returned, closing = self._run(place, function, args, kwargs, loop)
             self.record.num_steps += 1
-            self._end_place(closing)
-        except BaseException as error:
+            with WaitingFor(run.what):
+                self._end_place(closing)
+        except BaseException:
             self.discard()
-            if waiting and is_lost(error):
-                raise lost(error, run.what()) from error
             raise
         finally:
             self._running = False
         self._tell(closing)
         return returned
 
-    def _start(self, loop: Loop | None) -> Place:
-        """The place of a micro-batch that begins; what is to land before it lands."""
-        if self.ahead is None:
-            return self.run.start(self.run.who, loop)
-        self.ahead.begin()
-        place = self.run.start(self.run.who, loop)
-        if place.last:
-            self.ahead.land_before_boundary()
-        return place
+    def _run(
+        self,
+        place: Place,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loop: Loop | None,
+    ) -> tuple[Any, Closing | None]:
+        """Run the function and its backward; returns what it returned, and in the last place the closing."""
+        run = self.run
+        window = run.window
+        assert window is not None, "opened by now"
+        team = window.team
+        if place.index == 0:
+            self.watch.begin(self.name, team)
+        with run.holding(place):
+            if self._fitted is not None:
+                return self._fitted.micro_batch(place, function, args, kwargs)
+            returned, loss = self._body(function, args, kwargs, team)
+            with WaitingFor(run.what):
+                if loss is not None:
+                    self.watch.check(self.name, run.index)
+                    num_dropped = window.num_dropped
+                    closing = run.backward(place, loss, scaler=self._updater.scaler)
+                    returned = detach(returned, loss) if window.num_dropped == num_dropped else None
+                    if team.forward_communicates:
+                        self._body.remember(function, args, kwargs, loop)
+                elif team.lockstep:
+                    run.note_dropped()
+                    closing = self._run_again(place)
+                else:
+                    closing = run.drop(place)
+        return returned, closing
 
     def _run_again(self, place: Place) -> Closing | None:
         loss = self._body.again()

@@ -343,9 +343,9 @@ def visited() -> list[str]:
 
 
 def test_as_many_gradients_land_under_the_clock_as_leave(ranks) -> None:
-    """A window goes ahead of the clock, and what the last one sent is waited for after it."""
+    """Two windows go ahead of the clock, so that it starts behind a landing; what the last one sent is waited for after it."""
     for done in ranks(2).run(visited):
-        assert done == ["run", "clock", *["run"] * 3, "clock", "settle", "clock", *["plain"] * 2, "clock"]
+        assert done == ["run", "run", "clock", *["run"] * 3, "clock", "settle", "clock", *["plain"] * 2, "clock"]
 
 
 def test_the_json_has_a_fixed_shape() -> None:

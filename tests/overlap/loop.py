@@ -55,14 +55,10 @@ class Plan:
     dropout: float = 0.0
     weightless: tuple[int, ...] = ()  # indices of micro-batches whose sums are over nothing, on all ranks
     alone: tuple[tuple[int, int, int], ...] = ()  # (rank, window, index) before which a rank saves its model
-    flushed: bool = False  # whether the tail is closed by flush, and not by the last call
 
     def first_true(self, rank: int, window: int) -> int:
         """Before which of its micro-batches a rank lands what travels beside a window."""
-        first = min([self.m, *(index for r, w, index in self.alone if (r, w) == (rank, window))])
-        if self.m < self.size(window) and not self.flushed:  # all land before the boundary
-            first = min(first, self.counts[window][rank] - 1)
-        return first
+        return min([self.m, *(index for r, w, index in self.alone if (r, w) == (rank, window))])
 
     def size(self, window: int) -> int:
         """What a window is planned for."""
@@ -177,11 +173,9 @@ def drive(plan: Plan) -> list[list[torch.Tensor]]:
         in_flight, last = None, in_flight
         seen.append(parameters_of(model))
 
-    for window, counts in enumerate(plan.counts):
+    for counts in plan.counts:
         flight = None
         for index in range(counts[rank]):
-            if index == counts[rank] - 1 and plan.m < plan.size(window):
-                land()
             loss = model.loss(rank, taken + index)
             if index < counts[rank] - 1:
                 loss.backward()

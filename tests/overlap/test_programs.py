@@ -47,7 +47,6 @@ def drawn(seed: int, num_ranks: int) -> tuple[Plan, str]:
         steps=steps,
         tail=draw.choice(["step", "step", "drop"]) if how != "flush" else "step",
         dropout=draw.choice([0.0, 0.0, 0.4]),
-        flushed=how == "flush",
         alone=tuple((draw.randrange(num_ranks), window, draw.randint(0, 2)) for window in range(1, len(counts), 3)),
     ), how
 
