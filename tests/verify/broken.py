@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-import gradsync.decorator.updates as updates
+import gradsync.decorator.updater as updates
 from gradsync.verify._rank import Task, main
 from gradsync.verify.table import CELLS
 
