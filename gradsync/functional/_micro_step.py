@@ -103,7 +103,8 @@ class HandedOut:
         assert place is not None, "`at` comes first"
         step = MicroStep(place.index, place.window, place.size, place.last, place.part is not Part.RUNS, self)
         self._current = step
-        self.loop = drawn_by(sys._getframe(2))  # of the generator around this, to which it yields
+        if not place.index:
+            self.loop = drawn_by(sys._getframe(2))  # of the generator around this, to which it yields
         self._hooks = self._watch_gradients(place)
         self._hold = self._run.holding(place)
         self._hold.__enter__()
