@@ -13,6 +13,7 @@ from gradsync.functional import Loop, length
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from types import CodeType
 
     from gradsync.decorator.registry import Registry
     from gradsync.functional import Run, StandIn
@@ -44,6 +45,7 @@ class Over(Generic[T]):
             stack.callback(loop.kept.clear)  # the loop may be referenced longer than its data is needed
             for position, (registry, instance) in enumerate(decorated):
                 stack.enter_context(registry.looping(loop, instance, position))
+            drawn: Sequence[CodeType] = ()
             try:
                 for item in loop.items(self._iterable):
                     drawn = drawn_by(sys._getframe(0).f_back)

@@ -6,7 +6,7 @@ Complex ones are pairs of real numbers in the bucket's buffer, and are counted t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def gradients_in(bucket: torch.distributed.GradBucket) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:  # type: ignore[name-defined]
     """The parameters of a bucket, each with the view of its gradient."""
-    buffer, both = bucket.buffer(), zip(bucket.parameters(), bucket.gradients(), strict=True)
+    buffer, parameters = bucket.buffer(), cast("list[nn.Parameter]", bucket.parameters())
+    both = zip(parameters, bucket.gradients(), strict=True)
     return [(parameter, _laid_out(_in_kind(view, buffer, parameter), parameter)) for parameter, view in both]
 
 

@@ -115,10 +115,13 @@ class Team:
 
     def _gathered(self) -> dict[torch.Tensor, nn.Parameter] | None:
         """What forwards have left in place of parameters; None if an engine does not tell."""
-        found = [engine.gathered for engine in self._gathering]
-        if any(one is None for one in found):
-            return None
-        return {leaf: parameter for one in found for leaf, parameter in one.items()}
+        gathered: dict[torch.Tensor, nn.Parameter] = {}
+        for engine in self._gathering:
+            found = engine.gathered
+            if found is None:
+                return None
+            gathered.update(found)
+        return gathered
 
     @property
     def _is_wired(self) -> bool:
