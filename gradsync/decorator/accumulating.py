@@ -204,16 +204,16 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
         code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
         place = (code.co_filename, code.co_firstlineno) if code is not None else ("gradsync", 0)
         name = getattr(function, "__qualname__", repr(function)).rpartition("<locals>.")[2]
-        windows = Registry(name, settings, place)
+        registry = Registry(name, settings, place)
 
         bound = inspect.ismethod(function)  # a bound method was decorated: only wrapt knows its instance
 
         def call(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return windows.call(wrapped, None if bound else instance, args, kwargs)
+            return registry.call(wrapped, None if bound else instance, args, kwargs)
 
         super().__init__(function, call)
-        self._self_registry = windows
-        FUNCTIONS.add(windows)
+        self._self_registry = registry
+        FUNCTIONS.add(registry)
 
     # Not `weakref.finalize`: that would hold the windows until the function ends, and with them `on_update`, which may
     # refer to the function. They would keep each other alive, and the model.
@@ -240,8 +240,8 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
 
 @atexit.register
 def _warn_of_open_windows() -> None:
-    for windows in list(FUNCTIONS):
-        windows.warn_if_open()
+    for registry in list(FUNCTIONS):
+        registry.warn_if_open()
 
 
 def _check_function(function: object) -> None:

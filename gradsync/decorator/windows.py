@@ -71,7 +71,7 @@ class Windows:
         return True
 
     def is_for(self, participants: Participants, instance: object) -> bool:
-        """Whether this is the call of these optimizers and this instance."""
+        """Whether these are the windows of these optimizers and this instance."""
         mine = self.run.who.optimizers
         return (
             self._instance() is instance

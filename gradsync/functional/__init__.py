@@ -67,6 +67,7 @@ from gradsync.functional._lockstep import StandIn
 from gradsync.functional._loop import Loop
 from gradsync.functional._micro_step import MicroStep
 from gradsync.functional._no_sync import no_sync
+from gradsync.functional._owned import bare_optimizer, owned
 from gradsync.functional._place import Part, Place
 from gradsync.functional._rows import rows_that_fit
 from gradsync.functional._run import Run
@@ -82,10 +83,8 @@ from gradsync.functional._transport import Transport
 from gradsync.functional._update import (
     NonFinite,
     Update,
-    bare_optimizer,
     check_steppable,
     move,
-    owned,
     refuse_nonfinite,
     step_optimizers,
     update,

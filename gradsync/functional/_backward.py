@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import torch
-from torch.autograd import Variable, profiler
+from torch.autograd import Variable
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import in_our_words
+from gradsync.functional._order import HELD, Order
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
-    from types import TracebackType
 
-    from gradsync.engines import Engine
+    import torch
+
 
 RunBackward: TypeAlias = "Callable[[torch.Tensor], object]"
 """Runs a backward in place of `loss.backward()`: `accelerator.backward`, `fabric.backward`."""
@@ -106,70 +105,6 @@ def _insist(run: RunBackward, loss: torch.Tensor) -> None:
         )
 
 
-class Order(NamedTuple):
-    """In which order engines synchronise: the same on every rank, whatever parameters its backward reaches."""
-
-    armed: Sequence[Engine] = ()  # in the backward, or right after it if it does not reach them
-    after: Sequence[Engine] = ()  # after those, one after another
-    again: Sequence[Engine] = ()  # all engines, once more
-    between: Callable[[], object] = bool  # called right before `again`
-
-    def __bool__(self) -> bool:
-        return bool(self.armed or self.again)
-
-    @classmethod
-    def of_held(cls, engines: Sequence[Engine]) -> Order:
-        """The order of a held micro-batch: nothing, but for the very first one of a static graph."""
-        owing = [engine for engine in engines if engine.owes_first]
-        return cls(owing) if owing else HELD
-
-    @classmethod
-    def of_boundary(cls, engines: Sequence[Engine], size: int) -> Order:
-        """The order at the boundary of a window that is planned for `size` micro-batches.
-
-        An engine with a static graph must synchronise in the backward of its very first micro-batch. In a window of
-        more than one micro-batch, it synchronises a second time, at the boundary. It does so even if the first
-        micro-batch here is also the last: on other ranks it may not be the last.
-
-        Of several engines, the first synchronises in the backward, and the others after it, one after another. The
-        backward reaches engines in an order that other ranks do not know: their micro-batches may use other models, or
-        they have none. Where a forward communicates, every rank runs it, and all engines synchronise in the backward.
-        """
-        if not engines:
-            return HELD
-        owing = [engine for engine in engines if engine.owes_first]
-        if owing and (size > 1 or len(engines) > 1):
-            return cls(owing, (), engines)
-        if any(engine.forward_communicates for engine in engines):
-            return cls(engines)
-        return cls(engines[:1], engines[1:])
-
-    def complete(self) -> None:
-        """After the backward: synchronise what it has not."""
-        for engine in self.armed:
-            engine.settle()
-        for engine in self.after:
-            engine.reduce()
-        if self.again:
-            self.between()
-            reduce(self.again)
-
-    def abort(self) -> None:
-        """Complete the collectives of a backward that failed. Errors in here are dropped: the first error goes on."""
-        todo: list[Callable[[], object]] = [engine.abort for engine in self.armed]
-        todo += [engine.reduce for engine in self.after]
-        todo += [self.between, *(engine.reduce for engine in self.again)]
-        for complete in todo:
-            try:
-                complete()
-            except Exception as second:  # noqa: BLE001, PERF203 - the first error goes on
-                if is_lost(second):
-                    return  # each further wait could last for the group's time-out
-
-
-HELD = Order()  # no engine synchronises
-
-
 class Joined:
     """Synchronises in a backward of the user's that has begun already; `done()` is called at its end."""
 
@@ -215,47 +150,3 @@ class Joined:
         for engine in self._order.armed:
             if not self._reached.isdisjoint(map(id, engine.leaves)):
                 engine.note_visit()
-
-
-def reduce(engines: Sequence[Engine]) -> None:
-    """Synchronise what is accumulated, without a backward. The other ranks may run a backward meanwhile."""
-    with named_range("gradsync.sync"):
-        for engine in engines:
-            engine.reduce()
-
-
-class _NoRange:
-    __slots__ = ()
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-NO_RANGE = _NoRange()
-
-
-class Both:
-    """Context manager: `inner` inside `outer`."""
-
-    __slots__ = ("_inner", "_outer")
-
-    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
-        self._outer, self._inner = outer, inner
-
-    def __enter__(self) -> None:
-        self._outer.__enter__()
-        self._inner.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._inner.__exit__(kind, error, where)
-        self._outer.__exit__(kind, error, where)
-
-
-def named_range(name: str) -> AbstractContextManager[Any]:
-    """A range of this name in torch.profiler. Free if no profiler runs (`record_function` alone costs 5 us)."""
-    if profiler._is_profiler_enabled:
-        return torch.profiler.record_function(name)
-    return NO_RANGE

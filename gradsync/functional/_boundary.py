@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradsync.functional._backward import Order
 from gradsync.functional._closing import Closing
+from gradsync.functional._order import Order
 from gradsync.functional._table import SUMS
 from gradsync.ranks.lost import WaitingFor, is_lost
 

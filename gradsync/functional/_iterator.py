@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from gradsync.functional._loop import Loop
-from gradsync.functional._micro_step import HandedOut, MicroStep
+from gradsync.functional._micro_step import MicroStep, Turn
 from gradsync.functional._micro_step_checks import leave
 from gradsync.functional._no_sync import check_modules
 from gradsync.functional._run import Run
@@ -59,38 +59,38 @@ def sync_every(
 
 
 def _endless(run: Run, models: Sequence[nn.Module]) -> Iterator[MicroStep]:
-    who, handed = Who(models), HandedOut(run)
+    who, turn = Who(models), Turn(run)
     try:
         while True:
             place = run.start(who)
             if place.window == place.index == 0:
                 insist(meet(run.fit().group, "the start of sync_every", {"steps": place.size}))
-            with handed.at(place) as step:
+            with turn.at(place) as step:
                 yield step
     except BaseException as error:
-        leave(run, error, sys._getframe(0).f_back, handed.loop)
+        leave(run, error, sys._getframe(0).f_back, turn.loop)
         raise
     finally:
-        handed.end()
+        turn.end()
     run.abandon()
 
 
 def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Iterator[tuple[MicroStep, T]]:
-    who, handed = Who(models), HandedOut(run)
+    who, turn = Who(models), Turn(run)
     run.who = who
     loop = Loop("sync_every", length(iterable), lambda: [run])
     loop.calls_once(run)
     item: Any = None
     try:
         for item in loop.items(iterable):
-            with handed.at(run.start(who, loop)) as step:
+            with turn.at(run.start(who, loop)) as step:
                 yield step, item
         for _, place in loop.rest():
-            with handed.at(place) as step:
+            with turn.at(place) as step:
                 yield step, item
     except BaseException as error:
-        leave(run, error, sys._getframe(0).f_back, handed.loop)
+        leave(run, error, sys._getframe(0).f_back, turn.loop)
         raise
     finally:
-        handed.end()
+        turn.end()
     run.abandon()

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from gradsync._errors import GradSyncError
 from gradsync._frames import drawn_by
 from gradsync._loss import LossSum
-from gradsync.functional._backward import NO_RANGE
 from gradsync.functional._gradients import normalise
 from gradsync.functional._in_parts import PartedBackward
 from gradsync.functional._leaf_hooks import PlainBackward, weightless
 from gradsync.functional._micro_step_checks import StepWatch, insist_on_none_inside, insist_on_none_left
 from gradsync.functional._place import Part, Place
+from gradsync.functional._ranges import NO_RANGE
 from gradsync.ranks.lost import waited
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class MicroStep:
     size: int
     last: bool
     replay: bool
-    _turn: HandedOut = field(repr=False)
+    _turn: Turn = field(repr=False)
 
     def backward(
         self, loss: torch.Tensor, *, count: float | torch.Tensor | None = None, run: RunBackward | None = None
@@ -69,7 +69,7 @@ class MicroStep:
         return self._turn.is_empty
 
 
-class HandedOut:
+class Turn:
     """What the micro-step that the loop has handed out has done so far."""
 
     def __init__(self, run: Run) -> None:
@@ -92,7 +92,7 @@ class HandedOut:
         """Called after the loop."""
         self._steps.remove()
 
-    def at(self, place: Place) -> HandedOut:
+    def at(self, place: Place) -> Turn:
         """Context manager: inside, holds and hooks are in place for the `MicroStep` of a place."""
         self._place, self._done, self._over, self._closing = place, None, None, None
         self.is_empty = self._broken = False

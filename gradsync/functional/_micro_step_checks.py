@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from gradsync._errors import GradSyncError
 from gradsync._frames import is_left_on_purpose
 from gradsync._step_hook import unwatch_steps, watch_steps
-from gradsync.functional._update import owned
+from gradsync.functional._owned import owned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

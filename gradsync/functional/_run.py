@@ -9,18 +9,20 @@ from torch.autograd import profiler
 
 from gradsync._loss import LossSum, check_loss, no_gradient
 from gradsync._registry import OPEN
-from gradsync.functional._backward import HELD, Both, Joined, Order, backward, named_range, reduce
+from gradsync.functional._backward import Joined, backward
 from gradsync.functional._boundary import Begun, Boundary
 from gradsync.functional._exchange import Counted, compare_sizes, meet_at_flush
 from gradsync.functional._leaf_hooks import weightless
+from gradsync.functional._order import HELD, Order, reduce
 from gradsync.functional._others import insist_on_one_window, land
+from gradsync.functional._owned import owned
 from gradsync.functional._place import Part, Place
+from gradsync.functional._ranges import Both, named_range
 from gradsync.functional._steps import window_size
 from gradsync.functional._table import PLAIN
 from gradsync.functional._team import Team
 from gradsync.functional._terms import Terms, Who
 from gradsync.functional._transport import Transport
-from gradsync.functional._update import owned
 from gradsync.functional._window import Window
 from gradsync.ranks.lost import WaitingFor, is_lost
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradsync.functional._backward import reduce
 from gradsync.functional._no_sync import check_modules
+from gradsync.functional._order import reduce
 from gradsync.functional._team import Team
 from gradsync.ranks.group import require_group
 from gradsync.ranks.lost import WaitingFor

@@ -15,9 +15,9 @@ from gradsync.engines import attach, find, rest
 from gradsync.functional._backward import Hold
 from gradsync.functional._bystanders import Bystanders
 from gradsync.functional._gradients import discard
+from gradsync.functional._owned import owned
 from gradsync.functional._snapshot import Snapshot
 from gradsync.functional._table import NOTHING
-from gradsync.functional._update import owned
 from gradsync.ranks.group import require_group
 from gradsync.ranks.line import Line
 from gradsync.ranks.lost import WaitingFor

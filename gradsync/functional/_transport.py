@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync.functional._backward import NO_RANGE
+from gradsync.functional._ranges import NO_RANGE
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

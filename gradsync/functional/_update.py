@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._backward import named_range
 from gradsync.functional._gradients import all_finite, clip, discard, normalise
+from gradsync.functional._owned import bare_optimizer, owned
+from gradsync.functional._ranges import named_range
 from gradsync.functional._scaling import found_inf, is_scaling, renew, unscale
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch import nn
     from torch.amp import GradScaler
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
@@ -141,18 +141,6 @@ def refuse_nonfinite(made: Update, nonfinite: NonFinite) -> None:
             "The gradients of a window must be finite under nonfinite='raise', but an inf or a NaN came. The window is "
             "discarded on every rank; look for its data, or use nonfinite='skip'."
         )
-
-
-def owned(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
-    """The parameters of the optimizers, each once."""
-    found = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
-    return found if len(found) == 1 else list({id(parameter): parameter for parameter in found}.values())
-
-
-def bare_optimizer(optimizer: Any) -> Any:
-    """The torch optimizer inside that of Accelerate or Fabric; any other optimizer itself."""
-    inner = optimizer.__dict__.get("optimizer", optimizer.__dict__.get("_optimizer"))
-    return bare_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def check_steppable(one: Any) -> None:

@@ -1,0 +1,84 @@
+"""`Order`: in which order the engines of a window synchronise, in its last backward and after it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradsync.functional._ranges import named_range
+from gradsync.ranks.lost import is_lost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gradsync.engines import Engine
+
+
+class Order(NamedTuple):
+    """In which order engines synchronise: the same on every rank, whatever parameters its backward reaches."""
+
+    armed: Sequence[Engine] = ()  # in the backward, or right after it if it does not reach them
+    after: Sequence[Engine] = ()  # after those, one after another
+    again: Sequence[Engine] = ()  # all engines, once more
+    between: Callable[[], object] = bool  # called right before `again`
+
+    def __bool__(self) -> bool:
+        return bool(self.armed or self.again)
+
+    @classmethod
+    def of_held(cls, engines: Sequence[Engine]) -> Order:
+        """The order of a held micro-batch: nothing, but for the very first one of a static graph."""
+        owing = [engine for engine in engines if engine.owes_first]
+        return cls(owing) if owing else HELD
+
+    @classmethod
+    def of_boundary(cls, engines: Sequence[Engine], size: int) -> Order:
+        """The order at the boundary of a window that is planned for `size` micro-batches.
+
+        An engine with a static graph must synchronise in the backward of its very first micro-batch. In a window of
+        more than one micro-batch, it synchronises a second time, at the boundary. It does so even if the first
+        micro-batch here is also the last: on other ranks it may not be the last.
+
+        Of several engines, the first synchronises in the backward, and the others after it, one after another. The
+        backward reaches engines in an order that other ranks do not know: their micro-batches may use other models, or
+        they have none. Where a forward communicates, every rank runs it, and all engines synchronise in the backward.
+        """
+        if not engines:
+            return HELD
+        owing = [engine for engine in engines if engine.owes_first]
+        if owing and (size > 1 or len(engines) > 1):
+            return cls(owing, (), engines)
+        if any(engine.forward_communicates for engine in engines):
+            return cls(engines)
+        return cls(engines[:1], engines[1:])
+
+    def complete(self) -> None:
+        """After the backward: synchronise what it has not."""
+        for engine in self.armed:
+            engine.settle()
+        for engine in self.after:
+            engine.reduce()
+        if self.again:
+            self.between()
+            reduce(self.again)
+
+    def abort(self) -> None:
+        """Complete the collectives of a backward that failed. Errors in here are dropped: the first error goes on."""
+        todo: list[Callable[[], object]] = [engine.abort for engine in self.armed]
+        todo += [engine.reduce for engine in self.after]
+        todo += [self.between, *(engine.reduce for engine in self.again)]
+        for complete in todo:
+            try:
+                complete()
+            except Exception as second:  # noqa: BLE001, PERF203 - the first error goes on
+                if is_lost(second):
+                    return  # each further wait could last for the group's time-out
+
+
+HELD = Order()  # no engine synchronises
+
+
+def reduce(engines: Sequence[Engine]) -> None:
+    """Synchronise what is accumulated, without a backward. The other ranks may run a backward meanwhile."""
+    with named_range("gradsync.sync"):
+        for engine in engines:
+            engine.reduce()
