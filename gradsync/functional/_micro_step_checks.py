@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
 from gradsync._frames import is_left_on_purpose
+from gradsync._registry import OPEN
 from gradsync._step_hook import unwatch_steps, watch_steps
 from gradsync.functional._owned import owned
 
@@ -83,7 +84,9 @@ class StepWatch:
                 "but optimizer.step() came on one that is held. Write: if step.last: optimizer.step(); "
                 "optimizer.zero_grad()."
             )
-        left = [one for one in stepped if one.grad is not None and id(one) not in team.ids]
+        others = [run.window.team.ids for run in OPEN if run.window is not None]  # of a loop that is zipped with this
+        known = team.ids.union(*others)
+        left = [one for one in stepped if one.grad is not None and id(one) not in known]
         if left and (team.num_ranks > 1 or self.is_normalised):
             raise GradSyncError(
                 f"An optimizer must step parameters of the models of sync_every only, which are synchronised and "

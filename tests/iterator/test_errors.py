@@ -75,6 +75,29 @@ def test_a_step_of_what_is_not_in_the_models(ranks):
     assert step_of_a_temperature([5]) == 2
 
 
+def two_loops_and_one_optimizer() -> None:
+    """Each loop synchronises its own model, and one optimizer steps both."""
+    rank, models, twins = dist.get_rank(), [small_model(), small_model(unused=False)], [small_model(), small_model(unused=False)]
+    one, other = (torch.optim.SGD([p for m in those for p in m.parameters()], lr=0.1) for those in (models, twins))
+    loops = (gradsync.sync_every(model, 2, range(4)) for model in models)
+    for (first, i), (second, _) in zip(*loops, strict=True):
+        for step, model in ((first, models[0]), (second, models[1])):
+            step.backward(mean_loss(model, micro_batch(rank, i)))
+        if first.last:
+            one.step()
+            one.zero_grad()
+    for start in (0, 2):
+        places = [(r, i) for r in (0, 1) for i in (start, start + 1)]
+        (sum(mean_loss(model, micro_batch(*place)) for model in twins for place in places) / 4).backward()
+        other.step()
+        other.zero_grad()
+    torch.testing.assert_close([*map(list, map(nn.Module.parameters, models))], [*map(list, map(nn.Module.parameters, twins))])
+
+
+def test_an_optimizer_of_two_loops(ranks):
+    ranks(2).run(two_loops_and_one_optimizer)
+
+
 def named_together() -> None:
     rank = dist.get_rank()
     model, temperature = small_model(), nn.ParameterList([nn.Parameter(torch.ones((), dtype=torch.float64))])
