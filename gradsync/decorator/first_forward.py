@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradsync._errors import GradSyncError
+from gradsync.ranks.meet import ranks_where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -42,7 +43,7 @@ class ForwardWatch:
 
 def check_first(runs: Sequence[bool], name: str) -> None:
     """Raise if a rank dropped its very first micro-batch, and so has none to repeat."""
-    cannot = ", ".join(str(rank) for rank, one in enumerate(runs) if not one)
+    cannot = ranks_where(not one for one in runs)
     if cannot:
         raise GradSyncError(
             f"The first micro-batch of {name} must be a good one on every rank where the engine's forward "

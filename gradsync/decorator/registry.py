@@ -115,20 +115,18 @@ class Registry:
 
     def settle(self, instance: object) -> None:
         """Wait for what travels in this thread's windows, and make the updates."""
-        for windows in self._called(instance):
-            if windows.thread in {None, get_ident()}:
-                windows.settle()
+        for windows in self._of_this_thread(instance):
+            windows.settle()
 
     def land_before_boundary(self, instance: object) -> None:
         """This rank's data has ended: before the next boundary of the others, land what they land before it."""
-        for windows in self._called(instance):
-            if windows.thread in {None, get_ident()}:
-                windows.land_before_boundary()
+        for windows in self._of_this_thread(instance):
+            windows.land_before_boundary()
 
     def go_back(self, instance: object) -> None:
         """After an exception: put the last true parameters back."""
-        for windows in self._called(instance):
-            if windows.ahead is not None and windows.thread in {None, get_ident()}:
+        for windows in self._of_this_thread(instance):
+            if windows.ahead is not None:
                 windows.ahead.go_back()
 
     def reset(self, instance: object) -> None:
@@ -275,6 +273,10 @@ class Registry:
         """Those of an instance, in the order of their first call."""
         key = _key(instance)
         return [windows for own, windows in self._every if own == key]
+
+    def _of_this_thread(self, instance: object) -> list[Windows]:
+        """Those that no other thread has called last."""
+        return [windows for windows in self._called(instance) if windows.thread in {None, get_ident()}]
 
     def _all(self, instance: object) -> list[Windows]:
         """The same. If there is none, and the keywords name the participants, the windows of those are made."""

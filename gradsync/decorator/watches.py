@@ -120,7 +120,7 @@ class StepGuard:
     def __init__(self, call: Guarded) -> None:
         self._call = weakref.ref(call)
 
-    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+    def __call__(self, optimizer: Optimizer) -> None:
         """Called before the optimizer steps."""
         call = self._call()
         if call is not None and call.guarded and call.has_some_of(optimizer):

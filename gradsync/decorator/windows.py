@@ -52,7 +52,7 @@ class Windows:
         self._fitted = None if settings.fit is False else BodyInParts(settings.fit, self._updater, self.watch)
         self._participants: list[Callable[[], object]] = []
         self.ends: list[weakref.ref[Any]] = []  # their callbacks tell that an optimizer is gone
-        self._running = False
+        self.is_running = False
         for one in (*participants.optimizers, *participants.schedulers):
             check_steppable(one)
         self._guard = StepGuard(self)  # which is watched with as long as this is alive
@@ -104,7 +104,7 @@ class Windows:
     @property
     def guarded(self) -> bool:
         """Whether a step of the optimizer by the user would use half a window."""
-        return self.run.index > 0 or self._running
+        return self.run.index > 0 or self.is_running
 
     def has_some_of(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps parameters of ours."""
@@ -122,12 +122,11 @@ class Windows:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], loop: Loop | None
     ) -> Any:
         """Run the user's function on one micro-batch, its backward, and at the boundary the update."""
-        if self._running:
+        if self.is_running:
             raise GradSyncError(f"{self.name} must not call itself: a micro-batch is one call. Call the model instead.")
         run, ahead = self.run, self.ahead
         self.thread = get_ident()
-        self._running = True
-        try:
+        with _InACall(self):
             if ahead is not None:
                 ahead.begin()
             place = run.start(run.who, loop)
@@ -141,11 +140,6 @@ class Windows:
             self.record.num_steps += 1
             with WaitingFor(run.what):
                 self._end_place(closing)
-        except BaseException:
-            self.discard()
-            raise
-        finally:
-            self._running = False
         self._tell(closing)
         return returned
 
@@ -193,21 +187,15 @@ class Windows:
     def take_part(self, place: Place) -> None:
         """After this rank's data has ended: close its own open window, or take part in a window of the other ranks."""
         run = self.run
-        self._running = True
-        try:
+        with _InACall(self):
             with run.holding(place):
                 closing = self._run_again(place) if place.part is Part.REPEATS else run.miss(place)
             self._end_place(closing)
-        except BaseException:
-            self.discard()
-            raise
-        finally:
-            self._running = False
         self._tell(closing)
 
     def insist_on_rest(self, what: str) -> None:
         """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
-        if self._running and self.thread in {None, get_ident()}:
+        if self.is_running and self.thread in {None, get_ident()}:
             raise GradSyncError(
                 f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that overlap "
                 "calls while the next window is open, at another place on ranks that have run out. Call it between two "
@@ -218,14 +206,8 @@ class Windows:
         """This rank's data has ended: before the next boundary of the others, land what they land before it."""
         if self.ahead is None:
             return
-        self._running = True  # as on the other ranks, which are in a call
-        try:
+        with _InACall(self):  # like the other ranks
             self.ahead.land_before_boundary()
-        except BaseException:
-            self.discard()
-            raise
-        finally:
-            self._running = False
 
     def flush(self) -> None:
         """Close the open window now. Collective."""
@@ -298,3 +280,22 @@ class Windows:
         """Call `on_update` for a window that has just closed."""
         if closing is not None and not self._travels:
             self.record.tell()
+
+
+class _InACall:
+    """Context manager: inside, a call of these windows runs. An error discards the open window."""
+
+    __slots__ = ("_windows",)
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+
+    def __enter__(self) -> None:
+        self._windows.is_running = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:
+                self._windows.discard()
+        finally:
+            self._windows.is_running = False

@@ -80,29 +80,21 @@ def unscale(
             scaler.unscale_(optimizer)  # which the scaler allows once, until an update with a gradient
 
 
-def found_inf(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:
-    """Whether any gradient had an inf or a NaN when it was unscaled; the scaler is told so of all of them.
+def found_inf(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool | None:
+    """Whether any gradient had an inf or a NaN when it was unscaled; None if there was no gradient.
+
+    The scaler is told so of all optimizers.
 
     A scaler skips each optimizer by itself if that one has an inf. Here none of them steps if any has one. Nothing else
     of the scaler's own `step` is needed, because the gradients are unscaled already.
     """
-    flags = _flags(scaler, optimizers)
+    flags = [flag for optimizer in optimizers for flag in scaler._found_inf_per_device(optimizer).values()]
     if not flags:
-        return False
+        return None
     odd = torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).sum()
     for flag in flags:
         flag.copy_(odd.clamp(max=1.0), non_blocking=True)
     return bool(odd)
-
-
-def renew(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
-    """Let the scaler choose its next scale; without any gradient it has nothing to go by."""
-    if _flags(scaler, optimizers):
-        scaler.update()
-
-
-def _flags(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    return [flag for optimizer in optimizers for flag in scaler._found_inf_per_device(optimizer).values()]
 
 
 def _ensure_scale(scaler: GradScaler, parameters: Sequence[nn.Parameter], spread: Spread | None) -> None:

@@ -11,7 +11,7 @@ from gradsync._errors import GradSyncError
 from gradsync.functional._gradients import all_finite, clip, discard, normalise
 from gradsync.functional._owned import bare_optimizer, owned
 from gradsync.functional._ranges import named_range
-from gradsync.functional._scaling import found_inf, is_scaling, renew, unscale
+from gradsync.functional._scaling import found_inf, is_scaling, unscale
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -179,11 +179,11 @@ def _needed(one: Any) -> str | None:
 
 def _step(optimizers: Sequence[Optimizer], scaler: GradScaler | None, *, finite: bool) -> bool:
     """Step all optimizers, or none of them."""
-    odd = is_scaling(scaler) and found_inf(scaler, optimizers)
+    odd = found_inf(scaler, optimizers) if is_scaling(scaler) else None
     stepped = finite and not odd
     if stepped:
         for optimizer in optimizers:
             optimizer.step()
-    if is_scaling(scaler):
-        renew(scaler, optimizers)
+    if is_scaling(scaler) and odd is not None:
+        scaler.update()
     return stepped
