@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gradsync.decorator.updater import Updater
-    from gradsync.decorator.watches import GradientWatch
+    from gradsync.decorator.watches import BodyWatch
     from gradsync.functional import Closing, Place
     from gradsync.parts import Cut
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class BodyInParts:
     """Runs the micro-batches of one call, and remembers the size that fits."""
 
-    def __init__(self, fit: bool | Cut, updater: Updater, watch: GradientWatch) -> None:  # noqa: FBT001 - the user's
+    def __init__(self, fit: bool | Cut, updater: Updater, watch: BodyWatch) -> None:  # noqa: FBT001 - the user's
         self._fitted = InParts(fit, updater.run.name)
         self._updater = updater
         self._watch = watch
@@ -32,7 +32,7 @@ class BodyInParts:
         run, record = self._updater.run, self._updater.record
 
         def changes() -> None:
-            self._watch.check(run.name, place.index)
+            self._watch.check(run.name)
 
         one = PartedBackward(run, place, scaler=self._updater.scaler, changes=changes)
         try:

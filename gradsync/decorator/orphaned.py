@@ -62,7 +62,7 @@ class Orphaned:
 
 def _is_edited(run: Run) -> bool:
     """Whether the models have lost parameters since the open window was opened."""
-    if run.window is None or not run.index or any(engine.holds_inside for engine in run.window.team.engines):
+    if run.window is None or not run.index or run.window.team.holds_inside:
         return False
     here = {id(parameter) for model in run.who.models for parameter in model.parameters()}
     return not run.window.team.in_models <= here

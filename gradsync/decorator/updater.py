@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from gradsync.decorator.participants import Participants
     from gradsync.decorator.record import Record
     from gradsync.decorator.settings import Settings
-    from gradsync.decorator.watches import GradientWatch
+    from gradsync.decorator.watches import BodyWatch
     from gradsync.functional import Closing, Run, Team, Update, Window
 
 
 class Updater:
     """Makes the updates of one call's windows. It holds neither schedulers nor the scaler."""
 
-    def __init__(self, run: Run, settings: Settings, record: Record, watch: GradientWatch) -> None:
+    def __init__(self, run: Run, settings: Settings, record: Record, watch: BodyWatch) -> None:
         self.run = run
         self.settings = settings
         self.record = record

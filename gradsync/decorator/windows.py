@@ -14,7 +14,7 @@ from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.record import Record
 from gradsync.decorator.reference import reference
 from gradsync.decorator.updater import Updater
-from gradsync.decorator.watches import GradientWatch, StepGuard
+from gradsync.decorator.watches import BodyWatch, StepGuard
 from gradsync.functional import Part, Run, Who, check_steppable, detach, is_scaling, owned
 from gradsync.overlap import check_compress
 from gradsync.ranks.lost import WaitingFor
@@ -40,7 +40,7 @@ class Windows:
         self.settings = settings
         self.run = Run(name, settings.terms(), order)
         self.thread: int | None = None  # of the last call
-        self.watch = GradientWatch()
+        self.watch = BodyWatch()
         self._instance = reference(instance)
         self.record = Record(self.run, settings.on_update, self._instance)
         self._updater = Updater(self.run, settings, self.record, self.watch)
@@ -164,7 +164,7 @@ class Windows:
             returned, loss = self._body(function, args, kwargs, team)
             with WaitingFor(run.what):
                 if loss is not None:
-                    self.watch.check(self.name, run.index)
+                    self.watch.check(self.name)
                     num_dropped = window.num_dropped
                     closing = run.backward(place, loss, scaler=self._updater.scaler)
                     returned = detach(returned, loss) if window.num_dropped == num_dropped else None

@@ -60,6 +60,7 @@ from gradsync._loss import LossSum, detach, find_loss
 from gradsync.functional._boundary import Begun
 from gradsync.functional._closing import Closing
 from gradsync.functional._fit import Fitting, fit
+from gradsync.functional._gradient_watch import GradientWatch
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
 from gradsync.functional._in_parts import InParts, PartedBackward
 from gradsync.functional._iterator import sync_every
@@ -96,6 +97,7 @@ __all__ = [
     "Begun",
     "Closing",
     "Fitting",
+    "GradientWatch",
     "InParts",
     "Loop",
     "LossSum",

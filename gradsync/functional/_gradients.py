@@ -91,7 +91,7 @@ def all_finite(parameters: Iterable[nn.Parameter], *, spread: Spread | None = No
     """Whether no gradient has an inf or a NaN, on any rank that has a piece of it. One host synchronisation."""
     flags: list[torch.Tensor] = []
     for place, gradients in _places(parameters, spread).items():
-        pieces = [piece for piece in map(_local, gradients) if piece.numel()]
+        pieces = [piece for piece in map(values_here, gradients) if piece.numel()]
         # The largest element cannot overflow, which a 2-norm can. A flag is sent, because MAX may lose a NaN.
         odd = torch.zeros((), device=gradients[0].device)
         if pieces:
@@ -160,7 +160,8 @@ def known_spread(parameters: Iterable[nn.Parameter], spread: Spread | None) -> S
     return WHOLE if spread is None else spread
 
 
-def _local(gradient: torch.Tensor) -> torch.Tensor:
+def values_here(gradient: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a gradient, as a plain tensor."""
     local = getattr(gradient, "to_local", None)
     return _values(gradient) if local is None else local()
 

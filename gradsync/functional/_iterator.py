@@ -53,7 +53,7 @@ def sync_every(
     2 0
     """
     models = check_modules(model, "sync_every")
-    run = Run("sync_every", Terms(steps, repeats="always"))
+    run = Run("sync_every", Terms(steps, repeats="always", keeps_losses=False))
     require_group("sync_every")
     return _endless(run, models) if iterable is None else _over(run, models, iterable)
 

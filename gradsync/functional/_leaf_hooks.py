@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -42,17 +42,23 @@ class PlainBackward:
         self._begin = begin
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         # The nodes are kept alive here, because a leaf refers to its node weakly.
-        self._nodes = [(get_gradient_edge(leaf).node, id(leaf)) for leaf in trained if id(leaf) not in swapped]
-        self._handles = [node.register_prehook(partial(self._reach, leaf)) for node, leaf in self._nodes]
+        nodes = [(get_gradient_edge(leaf).node, leaf) for leaf in trained if id(leaf) not in swapped]
+        self._registers = [partial(node.register_prehook, partial(self._reach, id(leaf))) for node, leaf in nodes]
         # A tensor hook cannot tell torch.autograd.grad from a backward, but nobody can call that for such a leaf.
         flat = [leaf for leaf in trained if id(leaf) in swapped]
-        self._handles += [leaf.register_hook(partial(self._reach, id(leaf))) for leaf in flat]
+        self._registers += [partial(leaf.register_hook, partial(self._reach, id(leaf))) for leaf in flat]
+        self._handles: list[Any] = []
 
-    def remove(self) -> None:
-        """Remove the hooks. May be called twice."""
+    def watch(self) -> PlainBackward:
+        """Begin to watch. It may be done again after `stop`."""
+        self._handles = [register() for register in self._registers]
+        return self
+
+    def stop(self) -> None:
+        """Watch no longer. May be called twice."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._nodes = [], []
+        self._handles = []
 
     def _reach(self, leaf: int, _: object) -> None:
         self.reached.add(leaf)

@@ -12,10 +12,10 @@ from gradsync._frames import drawn_by
 from gradsync._loss import LossSum
 from gradsync.functional._gradients import normalise
 from gradsync.functional._in_parts import PartedBackward
-from gradsync.functional._leaf_hooks import PlainBackward, weightless
-from gradsync.functional._micro_step_checks import StepWatch, insist_on_none_inside, insist_on_none_left
+from gradsync.functional._leaf_hooks import weightless
 from gradsync.functional._place import Part, Place
 from gradsync.functional._ranges import NO_RANGE
+from gradsync.functional._turn_watch import TurnWatch, mixed
 from gradsync.ranks.lost import waited
 
 if TYPE_CHECKING:
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from gradsync.functional._backward import RunBackward
     from gradsync.functional._closing import Closing
     from gradsync.functional._in_parts import InParts
+    from gradsync.functional._leaf_hooks import LeafHooks
     from gradsync.functional._run import Run
-
-_NUM_LOOKED_AT = 2  # windows
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -76,21 +75,19 @@ class Turn:
         self.is_empty = False
         self.loop: Sequence[CodeType] = ()  # what draws the micro-steps
         self._run = run
-        self._explicit = False  # whether the user has called step.backward
         self._broken = False  # whether one has begun in this turn that has not ended well
         self._place: Place | None = None
         self._current: MicroStep | None = None
         self._done: MicroStep | None = None
-        self._plain: PlainBackward | None = None
         self._over: Callable[[], bool] | None = None  # call it after the user's own backward
         self._closing: Closing | None = None
-        self._hooks: Sequence[Any] = ()
+        self._weightless: LeafHooks | None = None  # in a replay
         self._hold: AbstractContextManager[Any] = NO_RANGE
-        self._steps = StepWatch(run)
+        self._watch = TurnWatch(run, self._join)
 
     def end(self) -> None:
         """Called after the loop."""
-        self._steps.remove()
+        self._watch.end_loop()
 
     def at(self, place: Place) -> Turn:
         """Context manager: inside, holds and hooks are in place for the `MicroStep` of a place."""
@@ -101,24 +98,25 @@ class Turn:
     def __enter__(self) -> MicroStep:
         place = self._place
         assert place is not None, "`at` comes first"
-        step = MicroStep(place.index, place.window, place.size, place.last, place.part is not Part.RUNS, self)
-        self._current = step
+        replays = place.part is not Part.RUNS
+        self._current = step = MicroStep(place.index, place.window, place.size, place.last, replays, self)
         if not place.index:
             self.loop = drawn_by(sys._getframe(2))  # of the generator around this, to which it yields
-        self._hooks = self._watch_gradients(place)
+        self._watch.begin(place)
+        if replays:
+            self._weightless = weightless(self._run.fit().leaves)
         self._hold = self._run.holding(place)
         self._hold.__enter__()
-        self._steps.place, self._steps.is_normalised = place, False
         return step
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._steps.place = None
         try:
-            for hook in (*self._hooks, self._plain):
-                if hook is not None:
-                    hook.remove()
+            self._watch.end()
+            if self._weightless is not None:
+                self._weightless.remove()
+                self._weightless = None
             if self._over is not None and self._over():
                 # The user's backward raised torch's error; an iterator cannot replace it, but can warn beside it.
                 warnings.warn(waited(self._run.what()), RuntimeWarning, stacklevel=3)
@@ -133,25 +131,26 @@ class Turn:
         """Called after a turn that ended without an exception."""
         place = self._place
         assert place is not None, "a turn has one"
-        if place.last and self._closing is None:
+        if not place.last:
+            if self._done is None and self._over is None:
+                self._run.pass_by()
+            return
+        if self._closing is None:
             raise GradSyncError(
                 f"The last micro-step of a window must run a backward, which synchronises the window, but that of "
                 f"window {place.window} ended without one. Call step.backward(loss) in each turn, or end the loop."
             )
-        if place.last:
-            self._run.close()
-        elif self._done is None and self._over is None:
-            self._run.pass_by()
+        self._run.close()
 
     def backward(self, step: MicroStep, loss: torch.Tensor | LossSum, runs: RunBackward | None) -> None:
         """What `MicroStep.backward` does."""
         place = self._begin(step)
         if place.part is Part.RUNS:
-            self._close(self._run.backward(place, loss, run=runs))
+            self._close(place, self._run.backward(place, loss, run=runs))
         elif place.part is Part.REPEATS:
-            self._close(self._run.repeat(place, loss, run=runs))
+            self._close(place, self._run.repeat(place, loss, run=runs))
         else:
-            self._close(self._run.miss(place))
+            self._close(place, self._run.miss(place))
 
     def in_parts(
         self,
@@ -165,7 +164,7 @@ class Turn:
         place = self._begin(step)
         if place.part is Part.MISSES:
             returned = fitted.run_forward(function, args, kwargs)
-            self._close(self._run.miss(place))
+            self._close(place, self._run.miss(place))
             return returned
         one = PartedBackward(self._run, place)
         try:
@@ -173,7 +172,7 @@ class Turn:
         except BaseException as error:
             one.end(error)  # completes the collectives that it began, and raises
             raise
-        self._close(one.end())
+        self._close(place, one.end())
         return returned
 
     def _begin(self, step: MicroStep) -> Place:
@@ -187,73 +186,40 @@ class Turn:
             )
         place = self._place
         assert place is not None, "a step has one"
-        if self._run.is_plain:
-            raise self._mixed(place)
-        if not place.index:
-            insist_on_none_left(self._run.fit())
-        self._current, self._done = None, step
-        self._explicit = self._broken = True
-        if self._plain is not None:
-            self._plain.remove()
+        self._watch.before_backward(place)
+        self._current, self._done, self._broken = None, step, True
         return place
 
-    def _close(self, closing: Closing | None) -> None:
+    def _close(self, place: Place, closing: Closing | None) -> None:
         """After the backward; `closing` is None in a held place."""
         self._closing, self._broken = closing, False
+        self._watch.after_backward(place, closing)
         if closing is None:
             return
-        team, place = self._run.fit(), self._place
-        if place is not None and place.window < _NUM_LOOKED_AT:
-            self._watch_plain()
+        team = self._run.fit()
         self.is_empty = closing.factor is None
         if closing.factor is None:
             team.drop_gradients()
         else:
             normalise(team.parameters, closing.factor)
-            self._steps.is_normalised = closing.factor != 1.0
-
-    def _watch_gradients(self, place: Place) -> Sequence[Any]:
-        """The hooks of a turn: for a replay, which weighs nothing, and for a backward of the user's own."""
-        self._plain = None
-        if not place.index:
-            insist_on_none_inside(self._run.fit())
-        # A body is the same in each window: if the first windows used step.backward, the rest will.
-        if not self._explicit or (place.last and place.window < _NUM_LOOKED_AT):
-            self._watch_plain()
-        return () if place.part is Part.RUNS else (weightless(self._run.fit().leaves),)
-
-    def _watch_plain(self) -> None:
-        """Watch for a backward of the user's own, until the end of the turn."""
-        team = self._run.fit()
-        self._plain = PlainBackward(team.leaves, self._join, team.swapped)
 
     def _join(self) -> None:
-        """Called when the user's own backward comes to a parameter, in a step that synchronises."""
-        place, plain = self._place, self._plain
+        """Called when the user's own backward comes to a parameter."""
+        place = self._place
         assert place is not None, "the hooks that call this live as long as a step's turn"
-        assert plain is not None, "the hooks that call this live as long as a step's turn"
-        if self._explicit:
-            raise self._mixed(place)
+        if self._watch.is_explicit:
+            raise mixed(place)
         self._run.note_plain(place)
         if not place.last and not any(engine.owes_first for engine in self._run.fit().engines):
             return
         if self._over is None:
-            self._over = self._run.join(place, plain.reached, self._note)
+            self._over = self._run.join(place, self._watch.reached, self._note)
         elif self._closing is not None and place.last:
             raise GradSyncError(
                 f"The last micro-step of a window runs one backward, which synchronises the window, but in that of "
                 f"window {place.window} a second one came, whose gradients would stay on this rank. Add the losses up, "
                 "and run backward once."
             )
-
-    def _mixed(self, place: Place) -> GradSyncError:
-        """Raise: `step.backward` and plain backwards came in the same window."""
-        return GradSyncError(
-            f"Every backward of a window runs through step.backward, once in each micro-step, or none does, but in "
-            f"micro-step {place.index} of window {place.window} a plain backward of the same model came beside it. "
-            "That one is neither scaled nor, on the last micro-step, synchronised. Add the losses up, and call "
-            "step.backward once; torch.autograd.grad is no backward."
-        )
 
     def _note(self, closing: Closing | None) -> None:
         self._closing = closing

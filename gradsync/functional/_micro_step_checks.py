@@ -8,17 +8,20 @@ from gradsync._errors import GradSyncError
 from gradsync._frames import is_left_on_purpose
 from gradsync._registry import OPEN
 from gradsync._step_hook import unwatch_steps, watch_steps
+from gradsync.functional._gradients import values_here
 from gradsync.functional._owned import owned
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from types import CodeType, FrameType
+
+    from torch import nn
 
     from gradsync.functional._place import Place
     from gradsync.functional._run import Run
     from gradsync.functional._team import Team
 
-_LEFT = "_gradsync_left"  # of a gradient that a window left behind: how often it had been written to then
+_LEFT = "_gradsync_left"  # of a gradient that a window left behind, or an update used: its version then
 
 
 def leave(run: Run, error: BaseException, frame: FrameType | None, loop: Sequence[CodeType]) -> None:
@@ -30,26 +33,32 @@ def leave(run: Run, error: BaseException, frame: FrameType | None, loop: Sequenc
         run.discard()
         return
     if run.index and not run.is_plain:
-        for parameter in run.fit().parameters:
-            if parameter.grad is not None:
-                setattr(parameter.grad, _LEFT, parameter.grad._version)
+        _mark(run.fit().parameters)
     run.abandon()
 
 
+def _mark(parameters: Iterable[nn.Parameter]) -> None:
+    """Note that these gradients are to be cleared before the next window."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            setattr(parameter.grad, _LEFT, parameter.grad._version)
+
+
 def insist_on_none_left(team: Team) -> None:
-    """Raise where a window begins with what such a loop has left."""
+    """Raise where a window begins with gradients of an update, or of a loop that was left."""
     gradients = [parameter.grad for parameter in team.parameters if parameter.grad is not None]
-    left = sum(vars(gradient).get(_LEFT) == gradient._version for gradient in gradients)
-    if left:
+    left = [gradient for gradient in gradients if vars(gradient).get(_LEFT) == gradient._version]
+    if any(values_here(gradient).any() for gradient in left):  # .data.zero_() makes no new version
         raise GradSyncError(
-            f"A window must begin without gradients, but {left} parameters still have those of a loop over sync_every "
-            "that was left in the middle of a window. Call optimizer.zero_grad() behind that loop to drop them."
+            f"A window must begin without gradients, but {len(left)} parameters still have those of an update, or of a "
+            "loop over sync_every that was left in the middle of a window. Call optimizer.zero_grad() after each "
+            "optimizer.step(), and behind such a loop."
         )
 
 
 def insist_on_none_inside(team: Team) -> None:
     """Raise where a window begins with gradients that an engine keeps where no `zero_grad` reaches them."""
-    inside = team.gradients_left()[1] if any(engine.holds_inside for engine in team.engines) else 0
+    inside = team.gradients_left()[1] if team.holds_inside else 0
     if inside:
         raise GradSyncError(
             f"A window must begin without gradients, but the engine holds those of {inside} parameters, of a loop that "
@@ -84,10 +93,17 @@ class StepWatch:
                 "but optimizer.step() came on one that is held. Write: if step.last: optimizer.step(); "
                 "optimizer.zero_grad()."
             )
-        others = [run.window.team.ids for run in OPEN if run.window is not None]  # of a loop that is zipped with this
-        known = team.ids.union(*others)
-        left = [one for one in stepped if one.grad is not None and id(one) not in known]
+        left = [one for one in stepped if id(one) not in team.ids and one.grad is not None]
         if left and (team.num_ranks > 1 or self.is_normalised):
+            self._insist_on_models(left)
+        if not self._run.is_plain:
+            _mark(stepped)
+
+    def _insist_on_models(self, left: Sequence[nn.Parameter]) -> None:
+        """Raise unless these parameters are those of a loop that is zipped with this one."""
+        others = [run.window.team.ids for run in OPEN if run.window is not None]
+        left = [one for one in left if not any(id(one) in ids for ids in others)]
+        if left:
             raise GradSyncError(
                 f"An optimizer must step parameters of the models of sync_every only, which are synchronised and "
                 f"normalised together, but it steps {len(left)} others that have a gradient, of shape "

@@ -274,6 +274,7 @@ class Run:
         land(team.ids, beside=self)
         self.transport.check(team)
         window = Window(team, self.number, window_size(self.terms.steps, self.number))
+        window.keeps_losses = self.terms.keeps_losses
         self._exchange.plan(window)
         OPEN.add(self)
         self.window = window

@@ -29,11 +29,11 @@ NOTHING: Gathered = MappingProxyType({})
 
 
 class _Module(NamedTuple):
-    """A module and its children. While these live, no id is used again."""
+    """A module, the ids of its parameters and of its children. While these live, no id is used again."""
 
     ref: weakref.ref[nn.Module]
     kind: type
-    parameters: tuple[nn.Parameter | None, ...]
+    parameters: list[int]
     children: list[int]
 
 
@@ -84,7 +84,8 @@ class Snapshot:
                 if wraps:
                     wrappers += [place, id(module)]
                 parameters = tuple(_parameters_of(module, gathered))
-                modules.append(_Module(weakref.ref(module), kind, parameters, [*map(id, module._modules.values())]))
+                inner = map(id, module._modules.values())
+                modules.append(_Module(weakref.ref(module), kind, [*map(id, parameters)], [*inner]))
                 for parameter in parameters:
                     if parameter is not None:
                         found[parameter] = None
@@ -111,10 +112,8 @@ class Snapshot:
             module = ref()
             if module is None or type(module) is not kind:
                 return False
-            found, inner = _parameters_of(module, gathered), module._modules
-            if len(found) != len(parameters) or not all(map(is_, found, parameters)):
-                return False
-            if (inner or children) and [*map(id, inner.values())] != children:
+            found = _parameters_of(module, gathered) if gathered else module._parameters.values()
+            if [*map(id, found)] != parameters or [*map(id, module._modules.values())] != children:
                 return False
         for parameter, dtype, device, shape, trainable in self.models:
             if parameter.dtype is not dtype or parameter.shape != shape or parameter.device != device:

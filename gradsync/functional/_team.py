@@ -88,14 +88,15 @@ class Team:
         # The ranks over which plain gradients lie in pieces, by the id of the parameter: norms take all pieces.
         pieces = [engine for engine in engines if engine.shard_group]
         self.spread: Mapping[int, Any] = {id(p): engine.shard_group for engine in pieces for p in engine.parameters}
-        inside = {id(p) for engine in engines if engine.holds_inside for p in engine.parameters}
-        self.watchable = [parameter for parameter in self.parameters if id(parameter) not in inside]
-        self._inside = inside
+        self.holds_inside = any(engine.holds_inside for engine in engines)
+        moving = {id(p) for engine in engines if engine.swaps_storage for p in engine.parameters}
+        # Those whose gradient is the same object from one micro-batch to the next.
+        self.watchable = [parameter for parameter in self.parameters if id(parameter) not in moving]
         self._gathering = [engine for engine in (*engines, *bystanders.engines) if engine.holds_inside]
 
     def fits(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> bool:
         """Whether models and optimizers are as they were. Asked when a window opens."""
-        if self._inside:
+        if self.holds_inside:
             rest(models)
         then = self._snapshot
         is_still = then.is_still(models, optimizers, self.ids)

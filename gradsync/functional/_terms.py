@@ -23,7 +23,7 @@ class Terms:
 
     `words` has other settings, which the ranks only compare. `skip` has the exception types that drop a micro-batch.
     `repeats` says when a rank whose data has ended must have a micro-batch to repeat: where "forwards" communicate,
-    or "always".
+    or "always". Without `keeps_losses` a closing's mean loss is NaN.
     """
 
     steps: Steps
@@ -32,6 +32,7 @@ class Terms:
     sync: str = "window"
     skip: tuple[type[BaseException], ...] = ()
     words: Mapping[str, Any] = field(default_factory=dict)
+    keeps_losses: bool = True
 
     def __post_init__(self) -> None:
         check_steps(self.steps)

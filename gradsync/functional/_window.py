@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ class Window:
         "count",
         "failed",
         "index",
+        "keeps_losses",
         "kind",
         "losses",
         "num_dropped",
@@ -57,6 +59,7 @@ class Window:
         self.num_dropped = 0  # dropped calls
         self.kind = NOTHING
         self.count = Count()
+        self.keeps_losses = True
         self.losses: list[torch.Tensor] = []
         self.failed = False  # whether a backward failed with an exception in `skip`
         self.scale: Scale | None = None
@@ -80,7 +83,8 @@ class Window:
         if isinstance(loss, LossSum):
             self.count.add(loss.count)
         self.num_micro_batches += 1
-        self.losses.append(tensor.detach().clone())  # a copy: the caller may write to the loss that it gets back
+        if self.keeps_losses:
+            self.losses.append(tensor.detach().clone())  # a copy: the caller may write to the loss that it gets back
 
     def fail(self, error: BaseException) -> None:
         """A backward failed with an exception in `skip`: all ranks drop this window, as the table tells them."""
@@ -124,7 +128,7 @@ class Window:
             size=float(self.size),
             kind=self.kind,
             count=self.count.total,
-            loss=self.losses,
+            loss=self.losses if self.keeps_losses else math.nan,
             failed=float(self.failed),
             closing=closing,
             open=opened,

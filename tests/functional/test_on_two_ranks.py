@@ -22,7 +22,7 @@ OF_ONE_RANK = {
     "an iterable of this rank": {"length", "with_last"},
     "a loss of this rank": {"LossSum", "find_loss", "detach"},
     "objects of this rank, which must be called on each": {
-        "owned", "bare_optimizer", "check_steppable", "move", "zero", "refuse_nonfinite", "discard", "is_scaling",
+        "GradientWatch", "owned", "bare_optimizer", "check_steppable", "move", "zero", "refuse_nonfinite", "discard", "is_scaling",
     },
 }  # fmt: skip
 TRIED = {

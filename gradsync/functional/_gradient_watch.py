@@ -1,0 +1,68 @@
+"""`GradientWatch`: notices that other code has changed the gradients of an open window."""
+
+from __future__ import annotations
+
+from operator import attrgetter, is_not
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import nn
+
+    from gradsync.functional._team import Team
+
+_GRADIENT = attrgetter("grad")
+
+
+class GradientWatch:
+    """Compares the gradients of a window with what its last micro-batch has left.
+
+    A backward may reach one layer only: each gradient is looked at, a fifth of a us for each. Those that engines keep
+    inside are not.
+    """
+
+    __slots__ = ("_left", "_watched", "team")
+
+    def __init__(self) -> None:
+        self.team: Team | None = None
+        self._watched: Sequence[nn.Parameter] = ()
+        # Each gradient after the last micro-batch, with its version; None if nothing is accumulated.
+        self._left: tuple[list[torch.Tensor | None], list[int]] | None = None
+
+    def watch(self, team: Team) -> None:
+        """Watch the gradients of this team, but those of parameters that no optimizer of its has."""
+        unowned = set(map(id, team.unowned))
+        self.team, self._left = team, None
+        self._watched = [parameter for parameter in team.watchable if id(parameter) not in unowned]
+
+    def remember(self) -> None:
+        """Called after a micro-batch."""
+        gradients = [*map(_GRADIENT, self._watched)]
+        self._left = gradients, [gradient._version for gradient in gradients if gradient is not None]
+
+    def forget(self) -> None:
+        """Called after the gradients were cleared."""
+        self._left = None
+
+    def change(self) -> str | None:
+        """What has become of the gradients since then, in words; None if they are as they were left."""
+        now = [*map(_GRADIENT, self._watched)]
+        if self._left is None:
+            inside = self.team is not None and self.team.holds_inside and self.team.gradients_left()[1]
+            return _CHANGED if inside or any(gradient is not None for gradient in now) else None
+        before, versions = self._left
+        if not any(map(is_not, now, before)) and versions == [g._version for g in now if g is not None]:
+            return None
+        vanished = any(new is None and old is not None for new, old in zip(now, before, strict=True))
+        return _VANISHED if vanished else _CHANGED
+
+    def appeared(self) -> bool:
+        """Whether a parameter has a gradient now that had none then."""
+        before = self._left[0] if self._left is not None else [None] * len(self._watched)
+        return any(old is None and new.grad is not None for old, new in zip(before, self._watched, strict=True))
+
+
+_VANISHED = "vanished: something called zero_grad()"
+_CHANGED = "changed: something ran backward on them, or clipped, unscaled or divided them"

@@ -1,0 +1,133 @@
+"""`TurnWatch`: in a turn of `sync_every`, sees backwards beside `step.backward`, changed gradients, wrong steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradsync._errors import GradSyncError
+from gradsync.functional._gradient_watch import GradientWatch
+from gradsync.functional._leaf_hooks import PlainBackward
+from gradsync.functional._micro_step_checks import StepWatch, insist_on_none_inside, insist_on_none_left
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
+
+    from gradsync.functional._closing import Closing
+    from gradsync.functional._place import Place
+    from gradsync.functional._run import Run
+
+# A body is much the same in each window. In the first ones each parameter has a hook, so that the error comes at once.
+# Later, changed gradients tell of a backward beside step.backward. Where they do not (on the last micro-step, on which
+# the user may change them, and where engines keep them), hooks at the first and the last parameter do.
+_NUM_LOOKED_AT = 2
+
+
+class TurnWatch:
+    """What a turn is watched for. Most of it is an error once the user has called `step.backward`."""
+
+    def __init__(self, run: Run, came: Callable[[], None]) -> None:
+        """`came` is called at each parameter that a backward of the user's own reaches."""
+        self.is_explicit = False  # whether the user has called step.backward
+        self._run = run
+        self._came = came
+        self._plain: PlainBackward | None = None
+        self._at_ends: PlainBackward | None = None  # the hooks at the first and the last parameter, to be used again
+        self._gradients = GradientWatch()
+        self._steps = StepWatch(run)
+
+    def begin(self, place: Place) -> None:
+        """A turn begins."""
+        self._steps.place, self._steps.is_normalised = place, False
+        if not place.index:
+            team = self._run.fit()
+            insist_on_none_inside(team)
+            if team is not self._gradients.team:
+                self._gradients.watch(team)
+                self._at_ends = None
+            self._gradients.remember()
+        if not self.is_explicit or place.window < _NUM_LOOKED_AT:
+            self._plain = self._everywhere().watch()
+        elif self._run.fit().holds_inside:
+            self._plain = self._somewhere().watch()
+
+    def end(self) -> None:
+        """A turn ends."""
+        self._steps.place = None
+        if self._plain is not None:
+            self._plain.stop()
+            self._plain = None
+
+    def end_loop(self) -> None:
+        """Called after the last turn."""
+        self._steps.remove()
+
+    @property
+    def reached(self) -> set[int]:
+        """The ids of the leaves that the user's own backward has come to."""
+        return set() if self._plain is None else self._plain.reached
+
+    def before_backward(self, place: Place) -> None:
+        """The user has called `step.backward`, for the first time in this turn."""
+        if self._run.is_plain:
+            raise mixed(place)
+        self.is_explicit = True
+        if self._plain is not None:
+            self._plain.stop()
+            self._plain = None
+        if not place.index:
+            insist_on_none_left(self._run.fit())
+            if self._gradients.appeared():
+                raise mixed(place)
+            return
+        change = self._gradients.change()
+        if change is not None:
+            raise GradSyncError(
+                "The gradients of a window are complete after step.backward on its last micro-step, and must be left "
+                f"alone until then, but before that of micro-step {place.index} of window {place.window} they "
+                f"{change}. Run one backward in each micro-step, through step.backward; clip, unscale and clear "
+                "gradients where step.last is true."
+            )
+
+    def after_backward(self, place: Place, closing: Closing | None) -> None:
+        """That backward has ended."""
+        if closing is None:
+            self._gradients.remember()
+        else:
+            self._steps.is_normalised = closing.factor not in {None, 1.0}
+        if place.window < _NUM_LOOKED_AT:
+            self._plain = self._everywhere().watch()
+        elif closing is not None or self._run.fit().holds_inside:
+            self._plain = self._somewhere().watch()
+
+    def _everywhere(self) -> PlainBackward:
+        team = self._run.fit()
+        # With FSDP2 gradients arrive also at parameters themselves: of a loss that no forward has led to.
+        leaves = dict.fromkeys((*team.leaves, *team.watchable)) if self.is_explicit else team.leaves
+        return PlainBackward(leaves, self._came, team.swapped)
+
+    def _somewhere(self) -> PlainBackward:
+        if self._at_ends is not None:
+            return self._at_ends
+        team = self._run.fit()
+        leaves = dict.fromkeys((*_ends(team.leaves), *_ends(team.watchable)))
+        at_ends = PlainBackward(leaves, self._came, team.swapped)
+        self._at_ends = None if team.holds_inside else at_ends
+        return at_ends
+
+
+def _ends(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The first and the last that are trained."""
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    return [*trained[:1], *trained[-1:]]
+
+
+def mixed(place: Place) -> GradSyncError:
+    """The error where `step.backward` and plain backwards came in the same window."""
+    return GradSyncError(
+        f"Every backward of a window runs through step.backward, once in each micro-step, or none does, but in "
+        f"micro-step {place.index} of window {place.window} a plain backward of the same model came beside it. "
+        "That one is neither scaled nor, on the last micro-step, synchronised. Add the losses up, and call "
+        "step.backward once; torch.autograd.grad is no backward."
+    )

@@ -1,0 +1,146 @@
+"""`sync_every` with `step.backward`: backwards beside it, changed and forgotten gradients are errors in any window."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradsync import sync_every
+from tests.support.models import small_model
+from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
+from tests.support.verdicts import FullRecorder, compare, exact, on_engine, refused, verdict, verdicts
+
+STEPS, WINDOWS = 3, 5
+HOMES = [("bare", 1), ("bare", 2), ("ddp", 2), ("find_unused", 2), ("fsdp2", 2)]
+
+
+class Loop:
+    """Its body has a habit, before its backward or after it, in some turns."""
+
+    def __init__(self, home: nn.Module) -> None:
+        self.home = home
+        self.optimizer = FullRecorder(home.parameters())
+
+    def run(self, before=None, after=None, at=lambda step: True, update=None) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for step, x in sync_every(self.home, STEPS, [micro_batch(rank, i) for i in range(STEPS * WINDOWS)]):
+            if before is not None and at(step):
+                before(self)
+            step.backward(mean_loss(self.home, x))
+            if after is not None and at(step):
+                after(self)
+            if step.last:
+                (update or update_and_clear)(self)
+
+
+def update_and_clear(loop: Loop) -> None:
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def update_only(loop: Loop) -> None:
+    loop.optimizer.step()
+
+
+def fill_with_zeros(loop: Loop) -> None:
+    loop.optimizer.step()
+    loop.optimizer.zero_grad(set_to_none=False)
+
+
+def write_zeros(loop: Loop) -> None:
+    loop.optimizer.step()
+    for parameter in loop.home.parameters():
+        parameter.grad.data.zero_()
+
+
+def clear(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+
+
+def clip(loop: Loop) -> None:
+    nn.utils.clip_grad_norm_(loop.home.parameters(), 1e-3)
+
+
+def halve_and_double(loop: Loop) -> None:
+    for factor in (0.5, 2.0):
+        for parameter in loop.home.parameters():
+            parameter.grad.mul_(factor)
+
+
+def penalty(loop: Loop) -> None:
+    sum(parameter.square().sum() for parameter in loop.home.parameters()).backward()
+
+
+def penalty_of_the_last_layer(loop: Loop) -> None:
+    sum(parameter.square().sum() for parameter in list(loop.home.parameters())[-1:]).backward()
+
+
+def penalty_of_the_first_layer(loop: Loop) -> None:
+    sum(parameter.square().sum() for parameter in list(loop.home.parameters())[:1]).backward()
+
+
+def another_loss(loop: Loop) -> None:
+    mean_loss(loop.home, micro_batch(0, 99)).backward()
+
+
+class At:
+    """In which turns; None: in each."""
+
+    def __init__(self, window: int | None = None, index: int | None = None) -> None:
+        self.window, self.index = window, index
+
+    def __call__(self, step) -> bool:
+        return self.window in {None, step.window} and self.index in {None, step.index}
+
+    def __repr__(self) -> str:
+        return f"window {self.window}, micro-step {self.index}"
+
+
+def habit(engine: str, how: dict):
+    size = dist.get_world_size()
+    loop = Loop(on_engine(small_model(unused=False), engine))
+
+    def run() -> None:
+        loop.run(**how)
+        compare(loop.optimizer.seen, train(small_model(unused=False), cut([STEPS * WINDOWS] * size, STEPS), window_mean)[0])
+
+    return verdict(run)
+
+
+BESIDE = "a plain backward of the same model came beside it|must be left alone until then, but before that of"
+PLACES = [At(0, 1), At(0, 2), At(3, 0), At(3, 1), At(3, 2)]
+
+
+@pytest.mark.parametrize("at", PLACES, ids=repr)
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("what", [another_loss, penalty, penalty_of_the_first_layer, penalty_of_the_last_layer], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(("engine", "size"), HOMES)
+def test_a_backward_beside_that_of_the_step(ranks, engine, size, what, order, at):
+    refused(verdicts(ranks(size), habit, engine, {order: what, "at": at}), BESIDE)
+
+
+@pytest.mark.parametrize(("what", "word"), [(clear, "they vanished: something called zero_grad()"),
+                                            (clip, "they changed"), (halve_and_double, "they changed")])  # fmt: skip
+@pytest.mark.parametrize("at", [At(0, 1), At(3, 1)], ids=repr)
+@pytest.mark.parametrize(("engine", "size"), [one for one in HOMES if one[0] != "fsdp2"])
+def test_held_gradients_that_the_body_changes(ranks, engine, size, what, word, at):
+    refused(verdicts(ranks(size), habit, engine, {"after": what, "at": at}), "must be left alone until then", word)
+
+
+@pytest.mark.parametrize(("engine", "size"), HOMES)
+def test_a_zero_grad_that_was_forgotten(ranks, engine, size):
+    refused(verdicts(ranks(size), habit, engine, {"update": update_only}), "still have those of an update", "zero_grad")
+
+
+@pytest.mark.parametrize("how", [{}, {"before": clear, "at": At(None, 0), "update": update_only},
+                                 {"update": fill_with_zeros}, {"update": write_zeros}], ids=["behind it", "before", "zeros", "data"])  # fmt: skip
+@pytest.mark.parametrize(("engine", "size"), HOMES)
+def test_every_way_to_clear_gradients(ranks, engine, size, how):
+    exact(verdicts(ranks(size), habit, engine, how))
+
+
+@pytest.mark.parametrize("engine", ["bare", "ddp"])
+def test_what_the_body_does_on_the_last_micro_step(ranks, engine):
+    exact(verdicts(ranks(2), habit, engine, {"after": halve_and_double, "at": At(None, 2)}))
