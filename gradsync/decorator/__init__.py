@@ -1,4 +1,4 @@
-"""`accumulating`: the typed shell, who takes part, a function's windows, a call, its checkpoint and its watches."""
+"""`accumulating`: the typed shell, who takes part, a function's windows, a call, its checkpoint."""
 
 from gradsync.decorator.accumulating import accumulating
 from gradsync.decorator.progress import Progress

@@ -11,8 +11,8 @@ from gradsync.ranks.lost import is_lost
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gradsync.decorator.body_watch import BodyWatch
     from gradsync.decorator.updater import Updater
-    from gradsync.decorator.watches import BodyWatch
     from gradsync.functional import Closing, Place
     from gradsync.parts import Cut
 

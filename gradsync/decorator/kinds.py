@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _LOOKED_THROUGH = 64  # a sequence among the arguments is searched up to this length; a longer sequence is data
-_BY_CLASS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 
 
 def kind_of(one: object) -> str | None:
@@ -28,15 +27,6 @@ def kind_of(one: object) -> str | None:
     if isinstance(one, torch.amp.GradScaler):
         return "scaler"
     return "scheduler" if isinstance(one, LRScheduler) or _moves(one) else None
-
-
-def kind_of_class(one: type) -> bool | None:
-    """Whether objects of this class take part; None if the class does not tell."""
-    if issubclass(one, _BY_CLASS):
-        return True
-    if callable(getattr(one, "step", None)) or (one.__dictoffset__ and not issubclass(one, torch.Tensor)):
-        return None
-    return False
 
 
 def moved_by(scheduler: object) -> list[Optimizer]:

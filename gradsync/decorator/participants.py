@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradsync._errors import GradSyncError
-from gradsync.decorator.kinds import cores, inside, kind_of, kind_of_class, moved_by
+from gradsync.decorator.kinds import cores, inside, kind_of, moved_by
 from gradsync.engines import is_engine
 
 if TYPE_CHECKING:
@@ -39,16 +39,13 @@ class Finder:
     optimizer: Naming = None
     scheduler: Naming = None
     scaler: Naming = None
-    _classes: dict[type, bool | None] = field(default_factory=dict, repr=False, compare=False)
 
     def find(self, instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """All participants of a call with these arguments, in a fixed order, for a quick comparison.
 
         The instance of a method may be a model; a trainer that has a `step` and optimizers is no scheduler.
         """
-        classes = self._classes
-        came = (*args, *kwargs.values()) if kwargs else args
-        found = [one for one in came if (sure := classes.get(type(one))) or (sure is None and self._takes_part(one))]
+        found = [one for one in (*args, *kwargs.values()) if kind_of(one) is not None]
         if instance is not None:
             args = (instance, *args)
             if isinstance(instance, nn.Module):
@@ -91,13 +88,6 @@ class Finder:
             one is not None and (isinstance(one, tuple | nn.Module) or not callable(one))
             for one in (self.model, self.optimizer)
         )
-
-    def _takes_part(self, one: object) -> bool:
-        try:
-            sure = self._classes[type(one)]
-        except KeyError:
-            sure = self._classes[type(one)] = kind_of_class(type(one))
-        return kind_of(one) is not None if sure is None else sure
 
     @cached_property
     def _by_type(self) -> bool:

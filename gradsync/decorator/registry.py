@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gradsync.decorator.settings import Settings
     from gradsync.functional import Loop, Run
 
-_MOST_RUNS = 1024  # of one function, in the numbers that the ranks of a loop call them by
+_MOST_NESTED = 64  # functions of nested `.over`s, in the numbers that the ranks of a loop call their runs by
 
 
 class Registry:
@@ -85,7 +85,7 @@ class Registry:
         runs = []
         for windows in self._all(instance):
             if windows.thread in {None, get_ident()}:
-                windows.run.key = position * _MOST_RUNS + windows.order
+                windows.run.key = windows.order * _MOST_NESTED + position
                 runs.append(windows.run)
         return runs
 
@@ -97,7 +97,7 @@ class Registry:
         running = self._loops.of_call(key)
         if running is None:
             return None
-        windows.run.key = running.position * _MOST_RUNS + windows.order
+        windows.run.key = windows.order * _MOST_NESTED + running.position
         return running.loop
 
     # -- all windows ------------------------------------------------------------------------------------------------

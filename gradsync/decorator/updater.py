@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from torch.amp import GradScaler
 
+    from gradsync.decorator.body_watch import BodyWatch
     from gradsync.decorator.participants import Participants
     from gradsync.decorator.record import Record
     from gradsync.decorator.settings import Settings
-    from gradsync.decorator.watches import BodyWatch
     from gradsync.functional import Closing, Run, Team, Update, Window
 
 

@@ -9,12 +9,12 @@ from gradsync._errors import GradSyncError
 from gradsync._step_hook import watch_steps
 from gradsync.decorator.body import Body
 from gradsync.decorator.body_in_parts import BodyInParts
+from gradsync.decorator.body_watch import BodyWatch
 from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.record import Record
 from gradsync.decorator.reference import reference
 from gradsync.decorator.updater import Updater
-from gradsync.decorator.watches import BodyWatch, StepGuard
 from gradsync.functional import Part, Run, Who, check_steppable, detach, is_scaling, owned
 from gradsync.overlap import check_compress
 from gradsync.ranks.lost import WaitingFor
@@ -55,8 +55,7 @@ class Windows:
         self.is_running = False
         for one in (*participants.optimizers, *participants.schedulers):
             check_steppable(one)
-        self._guard = StepGuard(self)  # which is watched with as long as this is alive
-        watch_steps(self._guard)
+        watch_steps(self)
 
     # -- participants -----------------------------------------------------------------------------------------------
 
@@ -101,15 +100,16 @@ class Windows:
         self._participants = [reference(one) for one in found]
         self._updater.bind(participants)
 
-    @property
-    def guarded(self) -> bool:
-        """Whether a step of the optimizer by the user would use half a window."""
-        return self.run.index > 0 or self.is_running
-
-    def has_some_of(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer steps parameters of ours."""
-        mine = set(map(id, owned(self.run.who.optimizers)))
-        return not mine.isdisjoint(map(id, owned([optimizer])))
+    def __call__(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step. It may be made anew, or step in the backward, and not be one of the call's."""
+        if self.run.index == 0 and not self.is_running:
+            return
+        if not set(map(id, owned(self.run.who.optimizers))).isdisjoint(map(id, owned([optimizer]))):
+            raise GradSyncError(
+                f"{self.name} steps its optimizer itself at each boundary, but something called "
+                f"optimizer.step(), of type {type(optimizer).__name__}, in the middle of a window, on gradients that "
+                "are not synchronised. Remove that call; an optimizer that steps in the backward cannot accumulate."
+            )
 
     @property
     def progress(self) -> Progress:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradsync.functional._closing import Closing
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Boundary:
-    """The boundary of one window: `synchronise` does it all; or `begin`, the caller's backward, then `conclude`."""
+    """The boundary of one window: `conclude` runs what synchronises, in the order of `order` or `begin`."""
 
     def __init__(
         self, window: Window, terms: Terms, exchange: Exchange, transport: Transport, heard: Sent | None = None
@@ -35,6 +35,7 @@ class Boundary:
         self._transport = transport
         self._heard = heard
         self._sent: Sent | None = None
+        self._failed = False  # whether the backward did
         self._due: Sequence[bool] = ()  # which ranks were to have a micro-batch, by rank
         self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
         self._arrivals: Sequence[Callable[[], None]] | None = None  # waits for buffers that have left already
@@ -55,26 +56,27 @@ class Boundary:
         carrying.enter_context(self._transport.carrying(self._window))
         return order
 
-    def synchronise(self, run: Callable[[Order], None]) -> Closing:
-        """Let `run` synchronise the window, in the order that it is given; returns what came to the window."""
-        return self.conclude(lambda: run(self.order()))
-
     def conclude(self, run: Callable[[], None]) -> Closing:
-        """The same, where the order is known to `run` already."""
+        """Let `run` synchronise the window; returns what came to it. An error in `skip` drops it on all ranks."""
         window = self._window
-        carrying = self._carrying or self._transport.carrying(window)
         with WaitingFor(window.what):
             try:
-                with carrying:
+                with self._carrying or self._transport.carrying(window):
                     run()
             except BaseException as error:
-                if not is_lost(error):
-                    self.complete_failed()
-                if not isinstance(error, self._terms.skip):
+                closing = None if is_lost(error) else self.complete_failed()
+                if closing is None or not isinstance(error, self._terms.skip):
                     raise
                 window.fail(error)
-                return Closing(tuple(window.share() for _ in range(window.team.num_ranks)), window.team.rank, None)
+                return closing
             return self.closing()
+
+    def complete_failed(self) -> Closing | None:
+        """After a backward that failed: take part in the collectives that the other ranks run after theirs."""
+        self._failed = True
+        with suppress(Exception):  # the first error goes on
+            return self.closing().without()
+        return None
 
     def closing(self) -> Closing:
         """After the gradients are synchronised: read the table, make the buffers equal, hear of failures."""
@@ -85,24 +87,10 @@ class Boundary:
         self._share_buffers()
         if not self._terms.skip or team.num_ranks == 1:
             return closing
-        failures = team.line.send([float(window.failed)])
+        failures = team.line.send([float(window.failed or self._failed)])
         if self._transport.closes_before:
             return closing._replace(failures=failures)
         return closing.without() if any(row[0] for row in failures.rows()) else closing
-
-    def complete_failed(self) -> None:
-        """After a backward that failed: take part in the collectives that the other ranks run after theirs."""
-        window = self._window
-        try:
-            self._hear()
-            self._share_buffers()
-            if self._terms.skip and window.team.num_ranks > 1:
-                failures = window.team.line.send([1.0])
-                if not self._transport.closes_before:
-                    failures.rows()
-        except Exception as second:  # noqa: BLE001 - the first error goes on
-            if is_lost(second):
-                return
 
     def _send(self) -> None:
         self._due = self._exchange.due

@@ -21,9 +21,6 @@ class Order(NamedTuple):
     again: Sequence[Engine] = ()  # all engines, once more
     between: Callable[[], object] = bool  # called right before `again`
 
-    def __bool__(self) -> bool:
-        return bool(self.armed or self.again)
-
     @classmethod
     def of_held(cls, engines: Sequence[Engine]) -> Order:
         """The order of a held micro-batch: nothing, but for the very first one of a static graph."""

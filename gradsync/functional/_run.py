@@ -132,14 +132,7 @@ class Run:
         window = self._open_window
         tensor, seed = window.take(loss, scaler)
         window.num_own += 1
-        if place.last:
-            return self._boundary().synchronise(lambda order: backward(tensor, order, seed=seed, run=run))
-        try:
-            backward(tensor, self._order_of_held(window), seed=seed, run=run)
-        except self.terms.skip as error:
-            window.fail(error)
-        window.index += 1
-        return None
+        return self._synchronise(place, lambda order: backward(tensor, order, seed=seed, run=run))
 
     def weigh(
         self, loss: torch.Tensor | LossSum, scaler: GradScaler | None = None
@@ -174,11 +167,7 @@ class Run:
 
         if begun.boundary is not None:
             return begun.boundary.conclude(conclude)
-        try:
-            conclude()
-        except self.terms.skip as failure:
-            self._open_window.fail(failure)
-        self._open_window.index += 1
+        self._hold_back(conclude)
         return None
 
     def spoil(self, place: Place, error: BaseException) -> Closing | None:
@@ -194,24 +183,16 @@ class Run:
         """
         tensor = loss.loss if isinstance(loss, LossSum) else loss
         check_loss(tensor)
-        window = self._open_window
-        zeros = weightless(window.team.leaves)
+        zeros = weightless(self._open_window.team.leaves)
         try:
-            if place.last:
-                return self._boundary().synchronise(lambda order: backward(tensor, order, run=run))
-            backward(tensor, self._order_of_held(window), run=run)
+            return self._synchronise(place, lambda order: backward(tensor, order, run=run))
         finally:
             zeros.remove()
-        window.index += 1
-        return None
 
     def miss(self, place: Place) -> Closing | None:
         """Run nothing in this place. In the last place, what is held synchronises without a backward."""
-        window = self._open_window
-        if place.last:
-            return self._boundary().synchronise(lambda _: reduce(window.active))
-        window.index += 1
-        return None
+        active = self._open_window.active if place.last else ()
+        return self._synchronise(place, lambda _: reduce(active))
 
     def drop(self, place: Place) -> Closing | None:
         """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean."""
@@ -336,6 +317,24 @@ class Run:
         self.number, self._num_dropped = number, num_dropped
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _synchronise(self, place: Place, work: Callable[[Order], None]) -> Closing | None:
+        """Do the work of a place: held, or in the last place together with the other ranks."""
+        if place.last:
+            boundary = self._boundary()
+            return boundary.conclude(lambda: work(boundary.order()))
+        order = self._order_of_held(self._open_window)
+        self._hold_back(lambda: work(order))
+        return None
+
+    def _hold_back(self, work: Callable[[], None]) -> None:
+        """Do the work of a held place."""
+        window = self._open_window
+        try:
+            work()
+        except self.terms.skip as error:
+            window.fail(error)
+        window.index += 1
 
     def _boundary(self) -> Boundary:
         """The boundary of the open window, at its last place."""

@@ -58,8 +58,8 @@ class Snapshot:
         cls,
         models: Iterable[nn.Module],
         owned: Iterable[nn.Parameter],
+        trained: frozenset[int],
         before: Snapshot | None = None,
-        trained: frozenset[int] | None = None,
         gathered: Gathered = NOTHING,
     ) -> Snapshot:
         """The snapshot now. `before` spares looking up the same classes again.
@@ -99,7 +99,7 @@ class Snapshot:
         self,
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        trained: frozenset[int] | None = None,
+        trained: frozenset[int],
         gathered: Gathered = NOTHING,
     ) -> bool:
         """Whether nothing at all has changed (quick). `is_like` ignores changes that no engine minds."""
@@ -118,7 +118,7 @@ class Snapshot:
         for parameter, dtype, device, shape, trainable in self.models:
             if parameter.dtype is not dtype or parameter.shape != shape or parameter.device != device:
                 return False
-            if trainable != (parameter.requires_grad and (trained is None or id(parameter) in trained)):
+            if trainable != (parameter.requires_grad and id(parameter) in trained):
                 return False
         return self.world is (dist.group.WORLD if several_ranks() else None)
 
@@ -160,8 +160,8 @@ def _parameters_of(module: nn.Module, gathered: Gathered) -> Collection[nn.Param
     return [p if p is None else gathered.get(p, p) for p in found] if gathered else found
 
 
-def _likeness(parameter: nn.Parameter, trained: frozenset[int] | None) -> _Parameter:
-    trainable = parameter.requires_grad and (trained is None or id(parameter) in trained)
+def _likeness(parameter: nn.Parameter, trained: frozenset[int]) -> _Parameter:
+    trainable = parameter.requires_grad and id(parameter) in trained
     if is_lazy(parameter):
         return parameter, None, None, None, trainable
     return parameter, parameter.dtype, parameter.device, parameter.shape, trainable

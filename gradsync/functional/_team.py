@@ -64,7 +64,7 @@ class Team:
         self.in_models = {id(p) for model in trained for p in model.parameters()}
         self.ids = theirs = frozenset(map(id, self.parameters))
         _insist_on_models(name, mine, trained, before)
-        self._snapshot = Snapshot.of(models, mine, trained=self.ids)
+        self._snapshot = Snapshot.of(models, mine, self.ids)
         watching = [m for m in models if not any(id(p) in theirs for p in m.parameters())]
         with WaitingFor(lambda: f"the first window of {name}, which makes the models equal"):
             engines = attach(trained, mine, lambda *those: _agree(name, *those))
@@ -100,13 +100,13 @@ class Team:
             rest(models)
         then = self._snapshot
         is_still = then.is_still(models, optimizers, self.ids)
-        return (is_still or then.is_like(Snapshot.of(models, owned(optimizers), then, self.ids))) and self._is_wired
+        return (is_still or then.is_like(Snapshot.of(models, owned(optimizers), self.ids, then))) and self._is_wired
 
     def check(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         """Raise unless models and optimizers are as they were when the open window was opened."""
         gathered = self._gathered()
         if gathered is not None and not self._snapshot.is_still(models, optimizers, self.ids, gathered):
-            now = Snapshot.of(models, owned(optimizers), self._snapshot, self.ids, gathered)
+            now = Snapshot.of(models, owned(optimizers), self.ids, self._snapshot, gathered)
             if not self._snapshot.is_like(now):
                 raise GradSyncError(_CHANGED.format(name=name, what=self._snapshot.changes(now)))
         self.check_trainable(name)

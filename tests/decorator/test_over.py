@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from gradsync import accumulating
 from tests.support.compare import assert_equal_updates
@@ -87,3 +88,18 @@ def test_over_is_one_item_ahead_and_the_last_call_is_the_boundary():
         step(model, optimizer, micro_batch(0, i))
         stepped.append(step.progress.stepped)
     assert stepped == [False, False, True]
+
+
+def test_nested_loops_after_many_optimizers():
+    """Each optimizer has windows of its own; those of two functions stay apart, however many there were."""
+    one, two = (accumulating(steps=1)(lambda model, optimizer, x: model(x).sum()) for _ in range(2))
+    model, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    second = torch.optim.SGD(other.parameters(), lr=0.1)
+    two(other, second, torch.ones(1, 1))
+    for _ in range(1025):
+        first = torch.optim.SGD(model.parameters(), lr=0.1)
+        one(model, first, torch.ones(1, 1))
+    for x in two.over(one.over(torch.ones(2, 1, 1))):
+        one(model, first, x)
+        two(other, second, x)
+    assert (one.progress.updates, two.progress.updates) == (3, 3)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import gradsync
 from gradsync import LossSum
@@ -184,3 +185,38 @@ def bad_on_one(engine: str, how: str, kind: str, place: int):
 def test_a_count_that_is_none_on_one_rank(ranks, engine, size, how, kind, place):
     """NaN, infinite and negative counts are an error on every rank: the others do not wait for the one that has it."""
     refused(verdicts(ranks(size), bad_on_one, engine, how, kind, place), "count")
+
+
+class Fails(torch.autograd.Function):
+    """Passes a loss on; its backward raises."""
+
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError
+
+
+def bad_on_one_and_a_failure_on_the_other():
+    """Buffers are there too: after a table that is an error, no rank waits for them."""
+    rank, model = dist.get_rank(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @gradsync.accumulating(steps=lambda window: 2, skip=ValueError)
+    def step(model, optimizer, i):
+        loss = model(torch.eye(2)).sum()
+        return gradsync.LossSum(Fails.apply(loss) if (rank, i) == (0, 1) else loss, math.nan if rank else 2)
+
+    try:
+        for i in range(2):
+            step(model, optimizer, i)
+    except (ArithmeticError, gradsync.GradSyncError) as error:
+        said = type(error).__name__
+    dist.monitored_barrier()  # a rank that still waits for buffers would not come to it
+    return said
+
+
+def test_a_count_that_is_none_where_another_rank_fails(ranks):
+    assert ranks(2).run(bad_on_one_and_a_failure_on_the_other) == ["ArithmeticError", "GradSyncError"]

@@ -70,6 +70,38 @@ def test_what_progress_says_of_a_window(ranks, engine, size, how, sums):
     exact(verdicts(ranks(size), closing, engine, how, sums))
 
 
+class Fails(torch.autograd.Function):
+    """Passes a loss on; its backward raises."""
+
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError
+
+
+def skipped_at_the_boundary():
+    """Rank 0 skips its boundary's backward, and the window is dropped on all ranks."""
+    rank, model = dist.get_rank(), small_model()
+    optimizer = FullRecorder(model.parameters(), lr=0.1)
+
+    @gradsync.accumulating(steps=2, skip=ArithmeticError)
+    def step(model, optimizer, i):
+        loss = 0.0 * mean_loss(model, micro_batch(rank, i)) + 10.0 * (rank + 1)
+        return Fails.apply(loss) if (rank, i) == (0, 1) else loss
+
+    for i in range(2):
+        step(model, optimizer, i)
+    return float(step.progress.global_loss), step.progress.skipped
+
+
+def test_the_mean_of_all_ranks_where_a_backward_was_skipped(ranks):
+    """All ranks say the same of the window that they drop: the mean of 10, 10, 20, 20."""
+    assert ranks(2).run(skipped_at_the_boundary) == [(15.0, 1), (15.0, 1)]
+
+
 @pytest.mark.parametrize("dtype", [None, torch.int64])
 def test_counts_of_integers_are_exact(dtype):
     """Integers stay integers: 2**53 + 3 is no float64."""

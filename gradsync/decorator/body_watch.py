@@ -1,16 +1,13 @@
-"""Watches that raise if the user's code changes gradients or steps the optimizer in the middle of a window."""
+"""`BodyWatch`: raises if the user's code changes gradients in the middle of a window."""
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from gradsync._errors import GradSyncError
 from gradsync.functional import GradientWatch
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from gradsync.functional import Team
 
 
@@ -47,41 +44,4 @@ class BodyWatch(GradientWatch):
                 f"{name} runs backward, step and zero_grad itself, but since its last micro-batch the gradients "
                 f"{change}, in its body or between two calls. Return the unscaled loss and leave the rest to the "
                 "decorator: accumulating(..., clip_norm=1.0) clips."
-            )
-
-
-class Guarded(Protocol):
-    """What a `StepGuard` asks."""
-
-    name: str
-
-    @property
-    def guarded(self) -> bool:
-        """Whether a step by the user would be wrong now."""
-        ...
-
-    def has_some_of(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer steps parameters of ours."""
-        ...
-
-
-class StepGuard:
-    """A step pre-hook of all optimizers: raises if the user steps a call's parameters in the middle of a window.
-
-    Of all, because an optimizer that was made anew, or that steps in the backward, is none of the call's.
-    """
-
-    __slots__ = ("__weakref__", "_call")
-
-    def __init__(self, call: Guarded) -> None:
-        self._call = weakref.ref(call)
-
-    def __call__(self, optimizer: Optimizer) -> None:
-        """Called before the optimizer steps."""
-        call = self._call()
-        if call is not None and call.guarded and call.has_some_of(optimizer):
-            raise GradSyncError(
-                f"{call.name} steps its optimizer itself at each boundary, but something called "
-                f"optimizer.step(), of type {type(optimizer).__name__}, in the middle of a window, on gradients that "
-                "are not synchronised. Remove that call; an optimizer that steps in the backward cannot accumulate."
             )
