@@ -124,10 +124,11 @@ def _ends(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def mixed(place: Place) -> GradSyncError:
-    """The error where `step.backward` and plain backwards came in the same window."""
+    """The error where `step.backward` and other backwards came in the same window."""
     return GradSyncError(
         f"Every backward of a window runs through step.backward, once in each micro-step, or none does, but in "
-        f"micro-step {place.index} of window {place.window} a plain backward of the same model came beside it. "
-        "That one is neither scaled nor, on the last micro-step, synchronised. Add the losses up, and call "
-        "step.backward once; torch.autograd.grad is no backward."
+        f"micro-step {place.index} of window {place.window} a plain backward of the same model came beside it, "
+        "or that of another loop. It is neither scaled nor, on the last micro-step, synchronised. Add the losses up, and "
+        "call step.backward once; freeze a model through which another one's loss runs. torch.autograd.grad is no "
+        "backward."
     )

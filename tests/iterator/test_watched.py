@@ -13,7 +13,7 @@ from tests.support.reference import cut, mean_loss, micro_batch, train, window_m
 from tests.support.verdicts import FullRecorder, compare, exact, on_engine, refused, verdict, verdicts
 
 STEPS, WINDOWS = 3, 5
-HOMES = [("bare", 1), ("bare", 2), ("ddp", 2), ("find_unused", 2), ("fsdp2", 2)]
+HOMES = [("bare", 1), ("bare", 2), ("ddp", 2), ("find_unused", 2), ("views", 2), ("fsdp2", 2)]
 
 
 class Loop:
@@ -141,6 +141,18 @@ def test_every_way_to_clear_gradients(ranks, engine, size, how):
     exact(verdicts(ranks(size), habit, engine, how))
 
 
-@pytest.mark.parametrize("engine", ["bare", "ddp"])
+def no_backward(loop: Loop) -> None:
+    loss = mean_loss(loop.home, micro_batch(0, 99))
+    torch.autograd.grad(loss, list(loop.home.parameters()))
+    mean_loss(small_model(), micro_batch(0, 99)).backward()
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("engine", ["bare", "ddp", "views"])
+def test_what_is_no_backward_of_the_model(ranks, engine, order):
+    exact(verdicts(ranks(2), habit, engine, {order: no_backward}))
+
+
+@pytest.mark.parametrize("engine", ["bare", "ddp", "views"])
 def test_what_the_body_does_on_the_last_micro_step(ranks, engine):
     exact(verdicts(ranks(2), habit, engine, {"after": halve_and_double, "at": At(None, 2)}))
