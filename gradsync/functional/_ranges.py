@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import profiler
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
-    from types import TracebackType
 
 
-class _NoRange:
-    __slots__ = ()
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
+NO_RANGE: AbstractContextManager[None] = nullcontext()
 
 
-NO_RANGE = _NoRange()
-
-
-class Both:
-    """Context manager: `inner` inside `outer`."""
-
-    __slots__ = ("_inner", "_outer")
-
-    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
-        self._outer, self._inner = outer, inner
-
-    def __enter__(self) -> None:
-        self._outer.__enter__()
-        self._inner.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._inner.__exit__(kind, error, where)
-        self._outer.__exit__(kind, error, where)
+@contextmanager
+def both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """`inner` inside `outer`."""
+    with outer, inner:
+        yield
 
 
 def named_range(name: str) -> AbstractContextManager[Any]:

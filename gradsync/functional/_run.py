@@ -17,7 +17,7 @@ from gradsync.functional._order import HELD, Order, reduce
 from gradsync.functional._others import insist_on_one_window, land
 from gradsync.functional._owned import owned
 from gradsync.functional._place import Part, Place
-from gradsync.functional._ranges import Both, named_range
+from gradsync.functional._ranges import both, named_range
 from gradsync.functional._steps import window_size
 from gradsync.functional._table import PLAIN
 from gradsync.functional._team import Team
@@ -114,7 +114,7 @@ class Run:
         hold = self._open_window.team.hold
         if not profiler._is_profiler_enabled:
             return hold
-        return Both(named_range("gradsync.sync" if place.last else "gradsync.hold"), hold)
+        return both(named_range("gradsync.sync" if place.last else "gradsync.hold"), hold)
 
     def backward(
         self,

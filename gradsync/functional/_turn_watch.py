@@ -35,6 +35,7 @@ class TurnWatch:
         self._plain: PlainBackward | None = None
         self._at_ends: PlainBackward | None = None  # the hooks at the first and the last parameter, to be used again
         self._gradients = GradientWatch()
+        self._is_blind = False  # whether the engines keep gradients, where that watch does not see them
         self._steps = StepWatch(run)
 
     def begin(self, place: Place) -> None:
@@ -45,11 +46,11 @@ class TurnWatch:
             insist_on_none_inside(team)
             if team is not self._gradients.team:
                 self._gradients.watch(team)
-                self._at_ends = None
+                self._at_ends, self._is_blind = None, team.holds_inside
             self._gradients.remember()
         if not self.is_explicit or place.window < _NUM_LOOKED_AT:
             self._plain = self._everywhere().watch()
-        elif self._run.fit().holds_inside:
+        elif self._is_blind:
             self._plain = self._somewhere().watch()
 
     def end(self) -> None:
@@ -70,7 +71,7 @@ class TurnWatch:
 
     def before_backward(self, place: Place) -> None:
         """The user has called `step.backward`, for the first time in this turn."""
-        if self._run.is_plain:
+        if not self.is_explicit and self._run.is_plain:
             raise mixed(place)
         self.is_explicit = True
         if self._plain is not None:
@@ -98,7 +99,7 @@ class TurnWatch:
             self._steps.is_normalised = closing.factor not in {None, 1.0}
         if place.window < _NUM_LOOKED_AT:
             self._plain = self._everywhere().watch()
-        elif closing is not None or self._run.fit().holds_inside:
+        elif closing is not None or self._is_blind:
             self._plain = self._somewhere().watch()
 
     def _everywhere(self) -> PlainBackward:
@@ -113,7 +114,7 @@ class TurnWatch:
         team = self._run.fit()
         leaves = dict.fromkeys((*_ends(team.leaves), *_ends(team.watchable)))
         at_ends = PlainBackward(leaves, self._came, team.swapped)
-        self._at_ends = None if team.holds_inside else at_ends
+        self._at_ends = None if self._is_blind else at_ends
         return at_ends
 
 
@@ -128,7 +129,7 @@ def mixed(place: Place) -> GradSyncError:
     return GradSyncError(
         f"Every backward of a window runs through step.backward, once in each micro-step, or none does, but in "
         f"micro-step {place.index} of window {place.window} a plain backward of the same model came beside it, "
-        "or that of another loop. It is neither scaled nor, on the last micro-step, synchronised. Add the losses up, and "
-        "call step.backward once; freeze a model through which another one's loss runs. torch.autograd.grad is no "
+        "or that of another loop. It is neither scaled nor, on the last micro-step, synchronised. Add the losses up, "
+        "and call step.backward once; freeze a model through which another one's loss runs. torch.autograd.grad is no "
         "backward."
     )
