@@ -35,7 +35,7 @@ class PlainBackward:
     """
 
     def __init__(
-        self, leaves: Iterable[torch.Tensor], begin: Callable[[], None], swapped: Collection[int] = ()
+        self, leaves: Iterable[torch.Tensor], begin: Callable[[], object], swapped: Collection[int] = ()
     ) -> None:
         """`begin` is called at each parameter. `swapped` has the ids of leaves whose nodes must not be kept alive."""
         self.reached: set[int] = set()  # the ids of the leaves that the backward came to

@@ -27,7 +27,7 @@ _NUM_LOOKED_AT = 2
 class TurnWatch:
     """What a turn is watched for. Most of it is an error once the user has called `step.backward`."""
 
-    def __init__(self, run: Run, came: Callable[[], None]) -> None:
+    def __init__(self, run: Run, came: Callable[[], object]) -> None:
         """`came` is called at each parameter that a backward of the user's own reaches."""
         self.is_explicit = False  # whether the user has called step.backward
         self._run = run
@@ -61,8 +61,9 @@ class TurnWatch:
             self._plain = None
 
     def end_loop(self) -> None:
-        """Called after the last turn."""
+        """Called after the last turn. What refers to the models goes now, and waits for no garbage collection."""
         self._steps.remove()
+        self._came, self._at_ends, self._gradients = bool, None, GradientWatch()
 
     @property
     def reached(self) -> set[int]:
