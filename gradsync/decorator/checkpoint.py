@@ -153,7 +153,7 @@ def names_of(windows: Windows) -> dict[str, nn.Parameter]:
     mine = {id(parameter): parameter for parameter in team.parameters}
     # Do not call `rest` here: a rank that saves alone would wait alone in the gather of its next forward.
     for engine in team.engines:
-        mine.update((id(stand_in), parameter) for stand_in, parameter in (engine.gathered or {}).items())
+        mine.update((id(stand_in), parameter) for stand_in, parameter in engine.gathered.items())
     several = len(models) > 1
     names: dict[str, nn.Parameter] = {}
     for place, model in enumerate(models):

@@ -24,7 +24,7 @@ from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
@@ -96,8 +96,13 @@ class FSDP1Engine(Engine):
         return [handle.flat_param for handle in self._handles]
 
     @property
-    def gathered(self) -> None:
-        return None  # a forward leaves views of its flat parameters, or takes parameters out of their modules
+    def gathered(self) -> dict[torch.Tensor, nn.Parameter]:
+        return {view: parameter for handle in self._handles for view, parameter in _views(handle)}
+
+    @property
+    def emptied(self) -> set[nn.Module]:
+        flat = [handle.flat_param for handle in self._handles if handle.flat_param._params is None]
+        return {info.module for one in flat for info in (*one._param_infos, *one._shared_param_infos)}
 
     def num_held(self) -> int:
         return sum(parameter.grad is not None for parameter in self.parameters)
@@ -141,6 +146,12 @@ class FSDP1Engine(Engine):
             elif flat._params:  # without gradients at these, the next forward would drop the flat one
                 handle._use_unsharded_grad_views()
 
+    def rest(self) -> None:
+        # Only the parameters go back into their modules. What is gathered is not freed, so no rank gathers it again.
+        for handle, owner in self._owners.items():
+            if handle._training_state is HandleTrainingState.IDLE and any(_views(handle)):
+                _runtime_utils._reshard(owner, handle, False)
+
     # -- micro-batch ----------------------------------------------------------------------------------------------
 
     def hold(self) -> _Switches:
@@ -149,6 +160,7 @@ class FSDP1Engine(Engine):
     def restore(self, found: _Switches) -> None:
         for module, flag in found:
             module.__dict__["_sync_gradients"] = flag
+        self.rest()  # else the next forward would take views that this one has left for new parameters
 
     # -- boundary -------------------------------------------------------------------------------------------------
 
@@ -274,6 +286,20 @@ def _parts(handle: FlatParamHandle, gradient: torch.Tensor) -> dict[nn.Parameter
         for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True)
         if info.in_shard
     }
+
+
+def _views(handle: FlatParamHandle) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
+    """The views of a flat parameter that stand in modules in place of its parameters, with these.
+
+    A forward whose backward has not run leaves them (SHARD_GRAD_OP), and so does a backward that has not come to the
+    flat parameter (NO_SHARD): then the parameters are not even in `_parameters`. All of them are there, or none.
+    """
+    flat = handle.flat_param
+    for info, parameter in zip(flat._param_infos, flat._params or (), strict=False):
+        view = vars(info.module).get(info.param_name)
+        if not isinstance(view, torch.Tensor) or view is parameter:
+            return
+        yield view, parameter
 
 
 def _whole_group(module: Any) -> dist.ProcessGroup:

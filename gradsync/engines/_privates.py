@@ -44,7 +44,9 @@ PRIVATES: dict[str, dict[str, str]] = {
             flat_param uses_sharded_strategy device _reduce_dtype _training_state prepare_gradient_for_optim
             _get_unflat_views _use_unsharded_grad_views _use_sharded_grad_views
             """,
-        "handle.flat_param": "_params _shapes _shard_param_infos _unpadded_unsharded_size",
+        "handle.flat_param": """
+            _params _shapes _shard_param_infos _unpadded_unsharded_size _param_infos _shared_param_infos
+            """,
         "runtime": """
             _lazy_init _post_backward_final_callback _reduce_grad _reduce_grad_no_shard _reshard
             _low_precision_hook_enabled

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     import torch
     from torch import nn
@@ -67,9 +67,14 @@ class Engine:
         return self.parameters
 
     @property
-    def gathered(self) -> Mapping[torch.Tensor, nn.Parameter] | None:
-        """The tensors that a forward has left in place of parameters, with these, until `rest`. None: unknown."""
+    def gathered(self) -> Mapping[torch.Tensor, nn.Parameter]:
+        """The tensors that a forward has left in place of parameters, with these, until `rest`."""
         return {}
+
+    @property
+    def emptied(self) -> Collection[nn.Module]:
+        """The modules whose parameters are in others of the engine's for good, so that they have none of their own."""
+        return ()
 
     @property
     def carrier(self) -> Carrier | None:

@@ -8,6 +8,7 @@ from operator import is_
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from typing import TypeAlias
 
-    import torch
     from torch.optim import Optimizer
 
     Gathered: TypeAlias = Mapping[torch.Tensor, nn.Parameter]
@@ -50,6 +50,7 @@ class Snapshot:
     roots: Sequence[int]  # the ids of the models,
     modules: Sequence[_Module]  # and all modules in them
     wrappers: Sequence[int]  # places and ids of the modules that an engine is made for
+    emptied: Sequence[int]  # the ids of the modules whose parameters an engine has put into others
     kinds: Mapping[type, bool]  # the classes of all modules, and whether an engine is made for each
     world: object  # the default process group, if it has several ranks
 
@@ -61,16 +62,20 @@ class Snapshot:
         trained: frozenset[int],
         before: Snapshot | None = None,
         gathered: Gathered = NOTHING,
+        *,
+        emptied: Collection[nn.Module] = (),
     ) -> Snapshot:
         """The snapshot now. `before` spares looking up the same classes again.
 
         `trained` has the ids of the parameters for which it matters whether they are frozen: not those of bystanders.
-        `gathered` has what stands in modules in place of parameters, with these.
+        `gathered` has what stands in modules in place of parameters, with these. `emptied` has the modules whose
+        parameters an engine has put into others: it minds if these are others, or elsewhere.
         """
         found: dict[nn.Parameter, None] = {}
         roots: list[int] = []
         modules: list[_Module] = []
         wrappers: list[int] = []
+        hollow: list[int] = []
         kinds: dict[type, bool] = {} if before is None else dict(before.kinds)
         seen: dict[type, None] = {}
         for model in models:
@@ -83,6 +88,8 @@ class Snapshot:
                     wraps = kinds[kind] = is_engine(kind)
                 if wraps:
                     wrappers += [place, id(module)]
+                if module in emptied:
+                    hollow.append(id(module))
                 parameters = tuple(_parameters_of(module, gathered))
                 inner = map(id, module._modules.values())
                 modules.append(_Module(weakref.ref(module), kind, [*map(id, parameters)], [*inner]))
@@ -93,7 +100,7 @@ class Snapshot:
         alike = tuple(_likeness(p, trained) for p in dict.fromkeys((*found, *mine)))
         world = dist.group.WORLD if several_ranks() else None
         kinds = {kind: kinds[kind] for kind in seen}
-        return cls(alike, len(found), mine, roots, modules, wrappers, kinds, world)
+        return cls(alike, len(found), mine, roots, modules, wrappers, hollow, kinds, world)
 
     def is_still(  # noqa: PLR0911 - quick: nothing is looked at after the first difference
         self,
@@ -131,6 +138,7 @@ class Snapshot:
             and len(self.owned) == len(other.owned)
             and all(a is b for a, b in zip(self.owned, other.owned, strict=True))
             and self.wrappers == other.wrappers
+            and self.emptied == other.emptied
             and self.kinds == other.kinds
             and self.world is other.world
         )
@@ -152,12 +160,19 @@ class Snapshot:
             )
             if number
         ]
+        if self.emptied != other.emptied:
+            told.append("layers whose parameters are in flat ones were taken out, replaced or moved")
         return ", ".join(told) or "the optimizers' parameters or the wrappers are others"
 
 
 def _parameters_of(module: nn.Module, gathered: Gathered) -> Collection[nn.Parameter | None]:
-    found = module._parameters.values()
-    return [p if p is None else gathered.get(p, p) for p in found] if gathered else found
+    found = module._parameters
+    if not gathered:
+        return found.values()
+    own = {name: p if p is None else gathered.get(p, p) for name, p in found.items()}
+    beside = ((name, one) for name, one in vars(module).items() if isinstance(one, torch.Tensor))
+    own.update((name, gathered[one]) for name, one in beside if one in gathered)
+    return own.values()
 
 
 def _likeness(parameter: nn.Parameter, trained: frozenset[int]) -> _Parameter:

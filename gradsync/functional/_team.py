@@ -64,11 +64,11 @@ class Team:
         self.in_models = {id(p) for model in trained for p in model.parameters()}
         self.ids = theirs = frozenset(map(id, self.parameters))
         _insist_on_models(name, mine, trained, before)
-        self._snapshot = Snapshot.of(models, mine, self.ids)
         watching = [m for m in models if not any(id(p) in theirs for p in m.parameters())]
         with WaitingFor(lambda: f"the first window of {name}, which makes the models equal"):
             engines = attach(trained, mine, lambda *those: _agree(name, *those))
         self._set_engines(engines, Bystanders([p for m in watching for p in m.parameters()], find(watching)), sync)
+        self._snapshot = Snapshot.of(models, mine, trained=self.ids, emptied=self._emptied)
         self.unowned = [p for p in self.parameters if id(p) not in ids] if optimizers else []
         self._flags = [*map(_FLAG, self.parameters)]
         self.has_sync_batchnorm = any(isinstance(m, nn.SyncBatchNorm) for model in models for m in model.modules())
@@ -99,14 +99,17 @@ class Team:
         if self.holds_inside:
             rest(models)
         then = self._snapshot
-        is_still = then.is_still(models, optimizers, self.ids)
-        return (is_still or then.is_like(Snapshot.of(models, owned(optimizers), self.ids, then))) and self._is_wired
+        if not then.is_still(models, optimizers, self.ids):
+            now = Snapshot.of(models, owned(optimizers), self.ids, then, emptied=self._emptied)
+            if not then.is_like(now):
+                return False
+        return self._is_wired
 
     def check(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         """Raise unless models and optimizers are as they were when the open window was opened."""
-        gathered = self._gathered()
-        if gathered is not None and not self._snapshot.is_still(models, optimizers, self.ids, gathered):
-            now = Snapshot.of(models, owned(optimizers), self.ids, self._snapshot, gathered)
+        gathered = {tensor: parameter for one in self._gathering for tensor, parameter in one.gathered.items()}
+        if not self._snapshot.is_still(models, optimizers, self.ids, gathered):
+            now = Snapshot.of(models, owned(optimizers), self.ids, self._snapshot, gathered, emptied=self._emptied)
             if not self._snapshot.is_like(now):
                 raise GradSyncError(_CHANGED.format(name=name, what=self._snapshot.changes(now)))
         self.check_trainable(name)
@@ -114,15 +117,9 @@ class Team:
             what = "parameters were cast, though perhaps back again, or got another storage or memory format"
             raise GradSyncError(_CHANGED.format(name=name, what=what))
 
-    def _gathered(self) -> dict[torch.Tensor, nn.Parameter] | None:
-        """What forwards have left in place of parameters; None if an engine does not tell."""
-        gathered: dict[torch.Tensor, nn.Parameter] = {}
-        for engine in self._gathering:
-            found = engine.gathered
-            if found is None:
-                return None
-            gathered.update(found)
-        return gathered
+    @property
+    def _emptied(self) -> set[nn.Module]:
+        return {module for engine in self._gathering for module in engine.emptied}
 
     @property
     def _is_wired(self) -> bool:

@@ -7,13 +7,12 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 import gradsync
 from gradsync import GradSyncError, accumulating
 from tests.changes import edits
 from tests.changes.edits import BY_NAME, HOWS, WRAPS
-from tests.changes.rule import Net, Outcome, Run, compare, layer, my_rank, sum_of_models, told, world_size
+from tests.changes.rule import Outcome, Run, compare, layer, my_rank, told, world_size
 from tests.changes.together import each, hold
 from tests.support.reference import micro_batch
 
@@ -50,49 +49,6 @@ def edited_in_the_middle(name: str, how: str, wrap: str, at: int) -> Outcome:
 def test_an_edit_in_the_middle_of_a_window(ranks, name):
     hold(ranks, 2, edited_in_the_middle, product([name], ["accumulating"], WRAPS, [1, 2]), says="window|middle", only="error")
     hold(ranks, 2, edited_in_the_middle, product([name], ["sync_every"], WRAPS, [1, 2]))
-
-
-def edited_on_shards(name: str, how: str, reshards: bool) -> Outcome:
-    """Between two micro-batches the modules may have gathered parameters, which are no change; a new layer is one."""
-    model, rank = Net(), my_rank()
-    fully_shard(model, reshard_after_forward=reshards)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = accumulating(steps=3)(lambda model, optimizer, x: sum_of_models(model, x))
-    micro_steps = gradsync.sync_every(model, 3)
-
-    def micro(i: int) -> None:
-        if how == "accumulating":
-            step(model, optimizer, micro_batch(rank, i))
-            return
-        micro_step = next(micro_steps)
-        micro_step.backward(sum_of_models(model, micro_batch(rank, i)))
-        if micro_step.last:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    try:
-        for i in range(6):
-            if i == 4 and name == "a layer more":
-                model.body.append(layer(5, 5))
-                optimizer.add_param_group({"params": list(model.body[-1].parameters())})
-            elif i == 4 and name == "assigned":
-                model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-            elif i > 3:
-                model(micro_batch(rank, i))
-            micro(i)
-    except GradSyncError as error:
-        return Outcome("error", str(error))
-    finally:
-        micro_steps.close()
-    return Outcome("exact")
-
-
-ON_SHARDS = [*product(["a layer more", "assigned", "a forward"], HOWS[::2], [True, False])]
-
-
-def test_an_edit_of_what_is_sharded_in_the_middle_of_a_window(ranks):
-    hold(ranks, 2, edited_on_shards, ON_SHARDS, says="window|middle",
-         only=lambda name, *_: "exact" if name == "a forward" else "error")  # fmt: skip
 
 
 def toggled_between_calls(how: str, wrap: str, steps: int) -> Outcome:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.changes import test_groups, test_iterables, test_leaks, test_middle, test_outside, test_resume_ranks
+from tests.changes import (
+    test_groups,
+    test_iterables,
+    test_leaks,
+    test_middle,
+    test_middle_of_shards,
+    test_outside,
+    test_resume_ranks,
+)
 from tests.changes.edits import BY_NAME, HOWS, WRAPS
 from tests.changes.rule import LIMIT, exact_or_error
 from tests.changes.test_edits import edited, edited_on_one_rank, edited_twice
@@ -35,8 +43,21 @@ def test_an_edit_in_the_middle_of_a_window(ranks):
     cases += [("assigned", "accumulating", wrap, 1) for wrap in WRAPS]
     hold(ranks, 2, test_middle.edited_in_the_middle, cases, says="window|middle", only="error")
     hold(ranks, 2, test_middle.edited_in_the_middle, [("new_head", "sync_every", "bare", 1), ("frozen", "sync_every", "ddp", 1)])
-    test_middle.test_an_edit_of_what_is_sharded_in_the_middle_of_a_window(ranks)
     hold(ranks, 2, test_middle.gan, [("bare", "both", 3), ("ddp", "d off and on", 1)], only="exact")
+
+
+def test_an_edit_of_shards_in_the_middle_of_a_window(ranks):
+    shards = test_middle_of_shards
+    engines = [*shards.FSDP1, *shards.FSDP2]
+    cases = [(engines[(place + turn) % len(engines)], name, "accumulating", 4 + turn % 2)
+             for place, name in enumerate(shards.EDITS) for turn in range(0, 6, 3)]  # fmt: skip
+    cases += [(engine, "a_layer_more", "sync_every", 4) for engine in shards.FSDP2]
+    hold(ranks, 2, shards.edited, cases, says="middle", only="error")
+    likes = ["", "bare root", *shards.LIKE]
+    cases = [((*engine, likes[(place + turn) % len(likes)]), name, HOWS[::2][turn % 2], 4)
+             for turn, name in enumerate(shards.NO_EDITS) for place, engine in enumerate(shards.FSDP1)
+             if engine not in shards.NOT_OFFLOADED or likes[(place + turn) % len(likes)] != "offloaded"]  # fmt: skip
+    hold(ranks, 2, shards.not_edited, cases, only="exact")
 
 
 def test_reset_exceptions_and_states_after_an_edit(ranks):

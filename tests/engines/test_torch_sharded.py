@@ -48,6 +48,7 @@ def fsdp1_names() -> None:
     handle = home.model._handle
     have("fsdp1", module=home.model, handle=handle, runtime=_runtime_utils)
     assert all(hasattr(handle.flat_param._shard_param_infos[0], n) for n in ("in_shard", "offset_in_shard", "numel_in_shard"))
+    assert all(hasattr(handle.flat_param._param_infos[0], name) for name in ("module", "param_name"))
 
 
 def replicate_names() -> None:
@@ -161,6 +162,41 @@ def fsdp1_reads_its_switch_as_a_backward_ends() -> None:
     assert all(p.grad.shape == p.shape for p in home.model.parameters())
 
 
+def fsdp1_leaves_views_in_place_of_parameters() -> None:
+    """Of flat parameters for good; else until the backward has run. Each is an attribute of its module, by its name."""
+
+    def layer_of(engine: str) -> tuple:
+        home = home_of(engine)
+        block = home.net.first
+        up = block.module.up
+        infos = [info for info in block._handle.flat_param._param_infos if info.module is up]
+        assert [info.param_name for info in infos] == ["weight", "bias"]
+        return home, up
+
+    home, up = layer_of("fsdp1_full")
+    for _ in range(2):
+        assert not up._parameters and all(isinstance(vars(up)[name], torch.Tensor) for name in ("weight", "bias"))
+        home.model(data(0, 0)).sum().backward()
+    home, up = layer_of("fsdp1_grad_op_orig")
+    own = dict(up._parameters)
+    loss = home.model(data(0, 0)).sum()
+    assert all(up._parameters[name] is vars(up)[name] is not own[name] for name in own)
+    loss.backward()
+    assert all(up._parameters[name] is own[name] and name not in vars(up) for name in own)
+
+
+def fsdp1_leaves_parameters_out_where_nothing_is_sharded() -> None:
+    """After a backward of its input alone: they are not even in `_parameters`. The next forward takes views for them."""
+    home = home_of("fsdp1_no_shard_orig")
+    up = home.net.first.module.up
+    own = up.weight
+    x = data(0, 0).requires_grad_()
+    torch.autograd.grad(home.model(x).sum(), x)
+    assert "weight" not in up._parameters and isinstance(vars(up)["weight"], torch.Tensor)
+    home.model(x)
+    assert up.weight is not own
+
+
 def replicate_reads_its_switch_in_forward() -> None:
     home = home_of("replicate")
     home.model.set_requires_gradient_sync(False)
@@ -183,6 +219,8 @@ def replicate_reads_its_switch_in_forward() -> None:
         fsdp2_keeps_a_partial_reduction_in_the_order_of_its_parameters,
         fsdp1_holds_a_whole_flat_gradient_and_reduces_it_to_its_shard,
         fsdp1_reads_its_switch_as_a_backward_ends,
+        fsdp1_leaves_views_in_place_of_parameters,
+        fsdp1_leaves_parameters_out_where_nothing_is_sharded,
         replicate_reads_its_switch_in_forward,
     ],
 )
