@@ -209,7 +209,7 @@ class Run:
         """Run nothing in this place. In the last place, what is held synchronises without a backward."""
         window = self._open_window
         if place.last:
-            return self._boundary().synchronise(lambda _: reduce(window.active))
+            return self._boundary().synchronise(lambda _: reduce(window.active, window.asked))
         window.index += 1
         return None
 
@@ -353,7 +353,7 @@ class Run:
             return HELD
         # Where ranks may run out at different times, one synchronisation a window is what they can count on.
         if self.terms.sync == "each" and (self._lane is None or window.team.num_ranks == 1 or window.team.lockstep):
-            return Order.of_boundary(window.active, 1)
+            return Order.of_boundary(window.active, 1)._replace(asked=window.asked)
         return Order.of_held(window.active)
 
     @property
