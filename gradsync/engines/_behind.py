@@ -100,8 +100,12 @@ class BehindEngine(DDPEngine):
     def settle(self) -> None:
         self._close(None)
 
-    def _complete_failed(self) -> None:
+    def _complete_armed(self) -> None:
         self._close(None)  # the reduction still waits for the ledger, so nothing has been lost
+
+    @property
+    def _fills_unused(self) -> bool:
+        return False  # the ledger tells
 
     def reduce(self) -> None:
         self.arm(None)

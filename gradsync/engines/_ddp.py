@@ -38,18 +38,20 @@ from gradsync.engines._ddp_fits import (
     note_wires,
     own_names,
     sparse_parameters,
-    unused_message,
 )
 from gradsync.engines._ddp_forward import as_it_is, moved, shortcut
 from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Carrier, Engine
 from gradsync.engines._silent import silent
+from gradsync.engines._unused import forget_unused, names_of, unused_message, used_anywhere
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.nn.parallel import DistributedDataParallel
+
+    from gradsync.ranks.line import Line
 
 # Seconds to sleep until lost reductions have ended. Nobody can wait for them, because torch keeps their futures to
 # itself, and one that ends late would write into the buckets of the next reduction. All ranks have begun them, so that
@@ -158,24 +160,22 @@ class DDPEngine(Engine):
     def settle(self) -> None:
         if self._ddp._use_python_reducer:
             self._forget_watches()
-        elif self._is_untouched():
-            self.reduce()
         else:
-            missing = self._unready()
-            never_used = [] if self._searched else [parameter for parameter in missing if parameter.grad is None]
-            self._complete(missing)
-            if never_used:
-                raise GradSyncError(unused_message(self.named_parameters(), never_used))
+            self._complete_armed()
+
+    def misuse(self) -> GradSyncError | None:
+        unused = [parameter for parameter in self._reduced if parameter.grad is None] if self._fills_unused else []
+        return GradSyncError(unused_message(names_of(self.named_parameters(), unused))) if unused else None
 
     def abort(self) -> None:
         try:
-            self._complete_failed()
+            self._complete_armed()
         except RuntimeError as error:
             if is_lost(error):
                 raise
             self._forget_reduction()  # else it would go on in the next backward, and refuse DDP's own forward
 
-    def _complete_failed(self) -> None:
+    def _complete_armed(self) -> None:
         if self._is_untouched():
             self.reduce()
         else:
@@ -189,6 +189,12 @@ class DDPEngine(Engine):
         with silent(self._reduced):
             nothing.backward()
         self._rebuild_buckets()
+
+    def reduce_together(self, line: Line) -> None:
+        known = self._reduced if self._fills_unused else ()
+        used = used_anywhere(known, line) if known else ()
+        self.reduce()
+        forget_unused(known, used)
 
     # -- the reducer ----------------------------------------------------------------------------------------------
 
@@ -216,6 +222,11 @@ class DDPEngine(Engine):
     def _searched(self) -> bool:
         """Whether parameters may go unused, because DDP looks for them."""
         return bool(self._ddp.find_unused_parameters)
+
+    @property
+    def _fills_unused(self) -> bool:
+        """Whether a reduction gives zeros to parameters that no rank has used."""
+        return not self._searched and not self._ddp._use_python_reducer
 
     @property
     def _orders_buckets(self) -> bool:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradsync._errors import GradSyncError
 from gradsync.engines._ddp import DDPEngine
-from gradsync.engines._ddp_fits import unused_message
 
 if TYPE_CHECKING:
     import torch
@@ -35,10 +33,6 @@ class AloneEngine(DDPEngine):
     def settle(self) -> None:
         if self._ddp._comm_hooks:
             super().settle()
-            return
-        never_used = [parameter for parameter in self._reduced if parameter.grad is None]
-        if never_used:
-            raise GradSyncError(unused_message(self.named_parameters(), never_used))
 
     def abort(self) -> None:
         if self._ddp._comm_hooks:

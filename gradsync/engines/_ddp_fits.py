@@ -163,12 +163,3 @@ def insist_on_shapes(parameters: Iterable[nn.Parameter]) -> None:
 def sparse_parameters(module: nn.Module) -> frozenset[int]:
     embeddings = (one for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse)
     return frozenset(id(one.weight) for one in embeddings)
-
-
-def unused_message(named: Iterable[tuple[str, nn.Parameter]], unused: Sequence[nn.Parameter]) -> str:
-    names = [name for name, p in named if any(p is one for one in unused)]
-    return (
-        f"Every trainable parameter of a DistributedDataParallel model must be used in each window, but on this rank "
-        f"no micro-batch of the window used {', '.join(names)}. Pass find_unused_parameters=True to "
-        "DistributedDataParallel, or hand gradsync the bare model, which needs no such flag."
-    )

@@ -3,13 +3,18 @@
 Its first reduction runs at the end of its very first backward. DDP's forward arranges that; here `arm` does. The
 reducer's hooks count how often they run, so they must not be run by hand: `reduce` reduces bucket by bucket.
 
+torch keeps two records of that first reduction. On each rank it counts the hooks that ran, and raises in a backward
+that runs others, but not if these ran in held backwards or did not run at all. `misuse` finds those. The other record,
+`_get_local_used_map`, lies on the device: before the reduction it is not initialised, and then it has on how many ranks
+each parameter was used. Ranks may use parameters of their own, so each remembers itself what it used.
+
 Private in torch, beside what `_ddp.py` names (read in torch 2.13): `_delay_all_reduce`, `_get_local_used_map`,
 `_run_comm_hook`, `_set_static_graph`, `_static_graph_delay_allreduce_enqueued`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.autograd import Variable
@@ -17,11 +22,18 @@ from torch.autograd import Variable
 from gradsync._errors import GradSyncError
 from gradsync.engines._buckets import gradients_in
 from gradsync.engines._ddp import DDPEngine
+from gradsync.engines._unused import changed_message, forget_unused, names_of, used_anywhere
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
+    from gradsync.ranks.line import Line
+
+_USED_HERE = "_gradsync_used_here"  # whether this rank used it in its very first micro-batch, by parameter
+_USED_ANYWHERE = "_gradsync_used_anywhere"  # on how many ranks that was so
 _HELD = "_gradsync_held_before_first"  # the hook of a DDP that was held before its very first synchronisation
 
 
@@ -31,6 +43,7 @@ class StaticEngine(DDPEngine):
     def __init__(self, ddp: DistributedDataParallel, module: nn.Module | None = None) -> None:
         self._owes_first = not ddp._static_graph_delay_allreduce_enqueued
         self._is_first = False  # whether the armed backward is the very first
+        self._had: list[bool] = []  # which parameters had a gradient before it
         super().__init__(ddp, module)
 
     @property
@@ -57,6 +70,7 @@ class StaticEngine(DDPEngine):
         super().arm(loss)
         self._is_first = self._owes_first
         if self._owes_first:
+            self._had = [parameter.grad is not None for parameter in self._reduced]
             self._ddp._static_graph_delay_allreduce_enqueued, self._owes_first = True, False
             if loss is None:
                 self._queue_delayed_reduction()
@@ -65,7 +79,7 @@ class StaticEngine(DDPEngine):
 
     def abort(self) -> None:
         if self._is_first:
-            self._reducer._delay_all_reduce()  # it was queued for the end of the backward
+            self._reduce_first()  # it was queued for the end of the backward
         else:
             super().abort()
 
@@ -76,14 +90,32 @@ class StaticEngine(DDPEngine):
         else:
             super().settle()
 
-    def reduce(self) -> None:
+    def misuse(self) -> GradSyncError | None:
+        if self._owes_first:
+            return None  # `reduce` has more to say
+        # What this rank itself used is not known of a first reduction without gradsync.
+        here = vars(self._ddp).get(_USED_HERE) or self._used_anywhere()
+        came = [parameter.grad is not None for parameter in self._reduced]
+        if came == here:
+            return None
+        rows = list(zip(self._reduced, came, here, self._used_anywhere(), strict=True))
+        unused = [parameter for parameter, now, then, _ in rows if then and not now]
+        new = [parameter for parameter, now, _, anywhere in rows if now and not anywhere]
+        if not unused and not new:
+            return None
+        return GradSyncError(changed_message(*(names_of(self.named_parameters(), some) for some in (unused, new))))
+
+    def reduce_together(self, line: Line) -> None:
+        self.reduce(used_anywhere(self._reduced, line))
+
+    def reduce(self, used: Sequence[object] | None = None) -> None:
+        """Like every engine's. `used` has the parameters that ranks used, by default those of the first micro-batch."""
         if self._owes_first:
             raise GradSyncError(
                 "The first synchronisation of a DDP with static_graph=True must be that of a backward, in which it "
                 "learns what the graph is, but gradients are to be synchronised that were all held back. Synchronise "
                 "in the backward of the first window, or leave static_graph out."
             )
-        used = self._reducer._get_local_used_map().tolist()  # noted in the first synchronisation, and true for all
         # A communication hook averages; without one the reducer divides before it sums.
         share = 1.0 if "comm_hook" in self._ddp._get_ddp_logging_data() else 1.0 / self.group.size()
         for bucket in self._reducer._get_zeros_like_grad_buckets():
@@ -97,9 +129,7 @@ class StaticEngine(DDPEngine):
                     parameter.grad = view.clone()
                 else:
                     parameter.grad.copy_(view)
-        for parameter, count in zip(self._reduced, used, strict=True):
-            if not count:
-                parameter.grad = None
+        forget_unused(self._reduced, self._used_anywhere() if used is None else used)
         vars(self._ddp)["_gradsync_reductions"] = vars(self._ddp).get("_gradsync_reductions", 0) + 1  # for audit
         # Ranks in a real backward rebuild their buckets after this reduction, if they have not yet: so must this rank.
         self._reducer._push_all_rebuilt_params()
@@ -133,11 +163,24 @@ class StaticEngine(DDPEngine):
 
     def _rebuild_reducer(self) -> None:
         super()._rebuild_reducer()
+        vars(self._ddp).pop(_USED_HERE, None)
+        vars(self._ddp).pop(_USED_ANYWHERE, None)
         self._ddp._static_graph_delay_allreduce_enqueued, self._owes_first = False, True
         self._reducer._set_static_graph()
 
     def _queue_delayed_reduction(self) -> None:
-        Variable._execution_engine.queue_callback(self._reducer._delay_all_reduce)
+        Variable._execution_engine.queue_callback(self._reduce_first)
+
+    def _reduce_first(self) -> None:
+        came = [parameter.grad is not None for parameter in self._reduced]
+        vars(self._ddp)[_USED_HERE] = [now and not before for now, before in zip(came, self._had, strict=True)]
+        self._reducer._delay_all_reduce()
+
+    def _used_anywhere(self) -> list[bool]:
+        state = vars(self._ddp)
+        if _USED_ANYWHERE not in state:  # to read it is to wait for the device: once
+            state[_USED_ANYWHERE] = [bool(count) for count in self._reducer._get_local_used_map().tolist()]
+        return cast("list[bool]", state[_USED_ANYWHERE])
 
 
 def _begin_in_forward(ddp: DistributedDataParallel, *_: object) -> None:

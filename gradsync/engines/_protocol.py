@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.nn.parallel import DistributedDataParallel
 
+    from gradsync._errors import GradSyncError
+    from gradsync.ranks.line import Line
+
 
 class Carrier(NamedTuple):
     """The DDP of an engine, whose communication hook sees each bucket of gradients."""
@@ -31,6 +34,7 @@ class Engine:
         hold() ... forward, backward ... restore()  for each micro-batch: gradients stay local in between
         arm(loss), the backward, settle()           at the boundary, between its hold and its restore
         reduce()                                    instead of these, if the window closes without a backward
+        misuse()                                    right before settle() or reduce(), if this rank ran micro-batches
         share_buffers(source)                       after either
         discard()                                   if the window is discarded
 
@@ -161,6 +165,17 @@ class Engine:
     def reduce(self) -> None:
         """Synchronise what is accumulated, without a backward. Other ranks may run an armed backward meanwhile."""
         raise NotImplementedError
+
+    def reduce_together(self, line: Line) -> None:  # noqa: ARG002 - for engines whose ranks must tell each other
+        """`reduce`, called by all ranks, which may tell each other over `line` what they have."""
+        self.reduce()
+
+    def misuse(self) -> GradSyncError | None:
+        """What is wrong with the parameters that this rank has used in the window, which is about to synchronise.
+
+        It is raised after the collectives. None: nothing.
+        """
+        return None
 
     def discard(self) -> None:
         """Discard what is accumulated."""

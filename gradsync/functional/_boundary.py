@@ -43,7 +43,8 @@ class Boundary:
 
     def order(self) -> Order:
         """How the engines synchronise. The table leaves now; or, if they synchronise twice, between the two."""
-        order = Order.of_boundary(self._window.active, self._window.size)
+        window = self._window
+        order = Order.of_boundary(window.active, window.size)._replace(asked=window.asked)
         if order.again:
             return order._replace(between=self._send)
         self._send()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradsync.functional._ranges import named_range
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from gradsync.engines import Engine
 
@@ -20,6 +21,7 @@ class Order(NamedTuple):
     after: Sequence[Engine] = ()  # after those, one after another
     again: Sequence[Engine] = ()  # all engines, once more
     between: Callable[[], object] = bool  # called right before `again`
+    asked: Sequence[Engine] = ()  # what is wrong with the parameters that this rank has used
 
     @classmethod
     def of_held(cls, engines: Sequence[Engine]) -> Order:
@@ -50,13 +52,14 @@ class Order(NamedTuple):
 
     def complete(self) -> None:
         """After the backward: synchronise what it has not."""
-        for engine in self.armed:
-            engine.settle()
-        for engine in self.after:
-            engine.reduce()
-        if self.again:
-            self.between()
-            reduce(self.again)
+        with _insisting(self.asked):
+            for engine in self.armed:
+                engine.settle()
+            for engine in self.after:
+                engine.reduce()
+            if self.again:
+                self.between()
+                reduce(self.again)
 
     def abort(self) -> None:
         """Complete the collectives of a backward that failed. Errors in here are dropped: the first error goes on."""
@@ -74,8 +77,17 @@ class Order(NamedTuple):
 HELD = Order()  # no engine synchronises
 
 
-def reduce(engines: Sequence[Engine]) -> None:
+def reduce(engines: Sequence[Engine], asked: Sequence[Engine] = ()) -> None:
     """Synchronise what is accumulated, without a backward. The other ranks may run a backward meanwhile."""
-    with named_range("gradsync.sync"):
+    with named_range("gradsync.sync"), _insisting(asked):
         for engine in engines:
             engine.reduce()
+
+
+@contextmanager
+def _insisting(engines: Sequence[Engine]) -> Iterator[None]:
+    """A context for collectives, which write over what they find: engines are asked before it, and raise after it."""
+    wrong = [error for error in [engine.misuse() for engine in engines] if error is not None]
+    yield
+    if wrong:
+        raise wrong[0]

@@ -191,8 +191,8 @@ class Run:
 
     def miss(self, place: Place) -> Closing | None:
         """Run nothing in this place. In the last place, what is held synchronises without a backward."""
-        active = self._open_window.active if place.last else ()
-        return self._synchronise(place, lambda _: reduce(active))
+        window = self._open_window
+        return self._synchronise(place, lambda _: reduce(window.active, window.asked) if place.last else None)
 
     def drop(self, place: Place) -> Closing | None:
         """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean."""
@@ -353,7 +353,7 @@ class Run:
             return HELD
         # Where ranks may run out at different times, one synchronisation a window is what they can count on.
         if self.terms.sync == "each" and (self._lane is None or window.team.num_ranks == 1 or window.team.lockstep):
-            return Order.of_boundary(window.active, 1)
+            return Order.of_boundary(window.active, 1)._replace(asked=window.asked)
         return Order.of_held(window.active)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradsync.functional._no_sync import check_modules
-from gradsync.functional._order import reduce
+from gradsync.functional._ranges import named_range
 from gradsync.functional._team import Team
 from gradsync.ranks.group import require_group
 from gradsync.ranks.lost import WaitingFor
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 def sync_gradients(*models: nn.Module) -> None:
     """Synchronise the accumulated gradients, without another backward. Collective.
 
-    The engine's own averaging and the user's communication hook are used. The collectives match those of a backward
-    that synchronises: one rank may call this while another runs such a backward. A rank without gradients adds
-    nothing.
+    The engine's own averaging and the user's communication hook are used. Every rank calls it; one without gradients
+    adds nothing. A parameter that no rank has a gradient for keeps None: a DDP that does not look for unused parameters
+    cannot tell which these are, so its ranks tell each other in a small table. For that reason it is no counterpart to
+    a backward that synchronises on another rank.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> with gradsync.no_sync(model):
@@ -28,6 +29,8 @@ def sync_gradients(*models: nn.Module) -> None:
     """
     modules = check_modules(models, "sync_gradients")
     require_group("sync_gradients")
-    with WaitingFor(lambda: "sync_gradients"):
+    with WaitingFor(lambda: "sync_gradients"), named_range("gradsync.sync"):
         team = Team("sync_gradients", modules)
-        reduce([engine for engine in team.engines if engine.trainable()])
+        for engine in team.engines:
+            if engine.trainable():
+                engine.reduce_together(team.line)

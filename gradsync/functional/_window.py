@@ -15,10 +15,11 @@ from gradsync.functional._table import MEANS, NOBODY, NOTHING, SUMS, Share
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch.amp import GradScaler
 
+    from gradsync.engines import Engine
     from gradsync.functional._team import Team
     from gradsync.ranks.line import Sent
 
@@ -93,6 +94,14 @@ class Window:
         self.num_dropped += 1
         self.failed = True
         self.team.drop_gradients()
+
+    @property
+    def asked(self) -> Sequence[Engine]:
+        """The engines that are asked what is wrong with the parameters that this rank has used.
+
+        A rank without a micro-batch has nothing to use them in, and a window that failed makes no update.
+        """
+        return self.active if self.num_micro_batches and not self.failed else ()
 
     def what(self) -> str:
         """What the ranks wait in when the window closes, for an error that names the missing ranks."""

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
@@ -168,3 +170,275 @@ def freezing(wrap: str) -> None:
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 def test_parameters_frozen_and_unfrozen_during_training(ranks, wrap):
     ranks(2).run(freezing, wrap)
+
+
+class Heads(nn.Module):
+    """A body and three heads, of which each call names those that it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body = nn.Linear(3, 4).double()
+        self.heads = nn.ModuleList([nn.Linear(4, 2).double() for _ in range(3)])
+
+    def forward(self, x, uses):
+        h = torch.tanh(self.body(x))
+        return sum(self.heads[k](h) for k in uses)
+
+
+def heads_step(home, optimizer, x, uses):
+    if not uses:
+        raise ZeroDivisionError
+    return home(x, uses).square().mean()
+
+
+def gradients(windows) -> list[list[torch.Tensor | None]]:
+    """What each window gives, a list of (rank, micro-batch, heads): the mean over these, by plain autograd."""
+    twin = Heads()
+    losses = [sum(twin(micro_batch(r, i), uses).square().mean() for r, i, uses in w) / len(w) for w in windows]
+    return [list(torch.autograd.grad(loss, list(twin.parameters()), allow_unused=True)) for loss in losses]
+
+
+def wrapped(wrap: str) -> tuple[nn.Module, Recorder]:
+    """A model with heads on DDP, and an optimizer that leaves it where it is."""
+    model = Heads()
+    optimizer = Recorder(model.parameters(), lr=0.0)
+    if wrap.startswith("replicate"):
+        return replicate(model, **WRAPS[wrap]), optimizer
+    return DDP(model, **WRAPS[wrap]), optimizer
+
+
+WRAPS = {
+    "ddp": {}, "views": {"gradient_as_bucket_view": True}, "find_unused": {"find_unused_parameters": True},
+    "replicate": {}, "static": {"static_graph": True}, "replicate, static": {"static_graph": True},
+}  # fmt: skip
+ALL = [0, 1, 2]
+
+
+def by_hand(wrap: str, uses: list[list[int]]) -> None:
+    """Held backwards and `sync_gradients`, twice; `uses` has the heads of each rank, and none for an idle rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    home, optimizer = wrapped(wrap)
+    if "static" in wrap:  # a window of its own, in which it learns the graph: head 2 is not in it
+        step = accumulating(steps=1)(heads_step)
+        step(home, optimizer, micro_batch(rank, 9), [0, 1])
+        optimizer.seen.clear()
+    for _ in range(2):
+        with gradsync.no_sync(home):
+            if uses[rank]:
+                home(micro_batch(rank, 0), uses[rank]).square().mean().backward()
+        gradsync.sync_gradients(home)
+        optimizer.step()
+        optimizer.zero_grad()
+    [mean] = gradients([[(r, 0, uses[r]) for r in range(size) if uses[r]]])
+    share = sum(map(bool, uses)) / size
+    expected = [None if gradient is None else gradient * share for gradient in mean]
+    assert any(gradient is None for gradient in expected)
+    assert_equal_updates(optimizer.seen, [expected] * 2)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("uses", [[[0], [0]], [[0], [1]], [[1, 0], []], [[], [2]], [[2], [0], []]])
+def test_sync_gradients_leaves_none_what_no_rank_used(ranks, wrap, uses):
+    """Ranks may use different heads, or none; what none of them used keeps None, and weight decay does not move it."""
+    ranks(len(uses)).run(by_hand, wrap, uses)
+
+
+def closed(wrap: str, how: str, uses: list[list[list[int]]], errs: bool) -> str:
+    """A window that closes without a backward on some rank; `uses` has the heads by rank and micro-batch.
+
+    Micro-batches without heads are dropped by `skip`. Returns "", or the words of the error.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    home, optimizer = wrapped(wrap)
+    step = accumulating(steps=2, skip=ZeroDivisionError)(heads_step)
+    windows = [[[[0, 1] if "static" in wrap else ALL] * 2] * size, uses]
+    try:
+        for number, window in enumerate(windows):
+            items = [(micro_batch(rank, 2 * number + i), heads) for i, heads in enumerate(window[rank])]
+            for x, heads in step.over(items) if how == "over" and number else items:
+                step(home, optimizer, x, heads)
+        if how == "flush":
+            step.flush()
+    except gradsync.GradSyncError as error:
+        return str(error)
+    finally:
+        assert all(parameter.grad is None for parameter in home.parameters())
+    expected = gradients(
+        [(r, 2 * n + i, heads) for r in range(size) for i, heads in enumerate(window[r]) if heads]
+        for n, window in enumerate(windows)
+    )
+    if not errs:  # the others drop the window, too, as `skip` has them hear of it
+        assert_equal_updates(optimizer.seen, expected)
+    return ""
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "views", "replicate"])
+@pytest.mark.parametrize(
+    ("how", "uses", "errs"),
+    [
+        ("flush", [[[0]], [[0]]], [True, True]),
+        ("flush", [[[0]], [ALL]], [True, False]),
+        ("flush", [[[0]], []], [True, False]),
+        ("flush", [[[0]]], [True]),
+        ("skip", [[[0], []], [[0], []]], [True, True]),
+        ("skip", [[[0, 1], []], [[0], ALL]], [True, False]),
+        ("over", [[[0]], [[0], [1]]], [True, True]),
+    ],
+)
+def test_an_unused_parameter_is_an_error_where_a_window_closes_without_a_backward(ranks, wrap, how, uses, errs):
+    for text, wrong in zip(ranks(len(uses)).run(closed, wrap, how, uses, True), errs, strict=True):
+        assert ("no micro-batch of the window used heads." in text and "find_unused_parameters=True" in text) == wrong
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "views", "find_unused", "replicate", "static"])
+@pytest.mark.parametrize(
+    ("how", "uses"),
+    [
+        ("skip", [[[0], ALL], [[1], [0, 2]]]),
+        ("flush", [[ALL], []]),
+        ("skip", [[[], []], [[0], [1, 2]]]),
+        ("skip", [[ALL, []], [[], ALL]]),
+        ("over", [[ALL], [[0, 1], [1, 2]]]),
+        ("over", [[], [[0, 1], [1, 2]]]),
+    ],
+)
+def test_a_rank_without_a_micro_batch_in_the_window_raises_nothing(ranks, wrap, how, uses):
+    """Nor does one whose micro-batches used everything together."""
+    if wrap == "static":
+        uses = [[[head for head in heads if head < 2] for heads in mine] for mine in uses]
+    assert ranks(2).run(closed, wrap, how, uses, False) == ["", ""]
+
+
+def of_two(order: list[int], how: str) -> str:
+    """One step with two DDPs, of which this rank's window uses one only."""
+    rank = dist.get_rank()
+    models = [small_model(), nn.Linear(3, 2).double()]
+    homes, optimizer = [DDP(models[i]) for i in order], Recorder([p for model in models for p in model.parameters()])
+    step = accumulating(steps=2)(lambda one, other, optimizer, x: mean_loss((one, other)[order.index(0)], x))
+    try:
+        for i in range(2 if how == "boundary" else 1):
+            step(*homes, optimizer, micro_batch(rank, i))
+        step.flush()
+    except gradsync.GradSyncError as error:
+        return str(error)
+    return f"no error, but {optimizer.seen[0][-1]}"
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+@pytest.mark.parametrize("how", ["boundary", "flush"])
+def test_a_ddp_that_the_window_does_not_use_at_all_is_an_error(ranks, order, how):
+    for text in ranks(2).run(of_two, order, how):
+        assert "no micro-batch of the window used weight, bias" in text
+
+
+def of_static(wrap: str, windows: list[list[list[list[int]]]], steps: int = 2) -> list[str]:
+    """Windows of a static graph, which has heads by rank and micro-batch; how each ended."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    home, optimizer = wrapped(wrap)
+    step = accumulating(steps=steps)(heads_step)
+    said = []
+    for number, window in enumerate(windows):
+        optimizer.seen.clear()
+        try:
+            for i, heads in enumerate(window[rank]):
+                step(home, optimizer, micro_batch(rank, steps * number + i), heads)
+            step.flush()
+        except gradsync.GradSyncError as error:
+            said.append(str(error))
+            optimizer.zero_grad()
+            continue
+        [expected] = gradients([[(r, steps * number + i, h) for r in range(size) for i, h in enumerate(window[r])]])
+        assert_equal_updates(optimizer.seen, [expected])
+        said.append("exact")
+    return said
+
+
+AB, A, B = [0, 1], [0], [1]
+
+
+@pytest.mark.parametrize("wrap", ["static", "replicate, static"])
+@pytest.mark.parametrize(
+    ("first", "then", "words"),
+    [
+        ([AB, AB], [A, A], "used heads.1.weight"),
+        ([AB, AB], [A], "used heads.1.weight"),
+        ([A, A], [B, A], "heads.1.weight"),
+        ([A, A], [[0, 1], A], "heads.1.weight"),
+        ([A, A], [AB], "heads.1.weight"),
+    ],
+)
+def test_a_static_graph_that_changes_is_an_error(ranks, wrap, first, then, words):
+    """Where torch raises it, and where torch says nothing; the graph of the first window is right again after it."""
+    for said in ranks(2).run(of_static, wrap, [[first] * 2, [then] * 2, [first] * 2]):
+        assert said[0] == said[2] == "exact" and words in said[1] and "static_graph" in said[1], said
+
+
+@pytest.mark.parametrize("wrap", ["static", "replicate, static"])
+def test_a_static_graph_that_changes_within_its_first_window_is_an_error(ranks, wrap):
+    for said in ranks(2).run(of_static, wrap, [[[A, AB, A]] * 2, [[A, A]] * 2], 3):
+        assert "heads.1.weight" in said[0] and "static_graph" in said[0] and said[1] == "exact", said
+
+
+@pytest.mark.parametrize("wrap", ["static", "replicate, static"])
+@pytest.mark.parametrize(
+    "windows",
+    [
+        [[[A, A], [B, B]], [[A, A], [B, B]], [[A], [B]], [[A, A], [B, B]]],  # its own graph on each rank
+        [[[A, A], [AB, AB]], [[A], [AB]], [[], [AB]], [[A, A], [AB, AB]]],
+        [[[AB, AB], [AB, AB]], [[A, AB], [AB, AB]], [[AB, A], [B, AB]], [[AB], []]],  # less in one micro-batch
+    ],
+)
+def test_a_static_graph_that_is_the_same_is_exact(ranks, wrap, windows):
+    for said in ranks(2).run(of_static, wrap, windows):
+        assert said == ["exact"] * len(windows), said
+
+
+def beside_fsdp(overlapped: bool) -> str:
+    """The second rank has nothing in the last window: beside FSDP it repeats a call; with overlap it runs none."""
+    rank = dist.get_rank()
+    torch.manual_seed(5)
+    first, model = nn.Linear(3, 3).double(), Heads()
+    home, optimizer = DDP(model), Recorder([*model.parameters()] if overlapped else [*first.parameters(), *model.parameters()])
+
+    @accumulating(steps=2, overlap=int(overlapped))
+    def step(first, home, optimizer, x, uses):
+        return home(x if overlapped else first(x), uses).square().mean()
+
+    sharded = None if overlapped else fully_shard(first)
+    uses = [ALL, [0], [0, 1], [2]] if rank == 0 else [ALL, [0]]
+    try:
+        for i in step.over(range(len(uses))):
+            step(sharded, home, optimizer, micro_batch(rank, i), uses[i])
+    except gradsync.GradSyncError as error:
+        return str(error)
+    step.settle()
+    assert step.progress.updates == 2
+    return ""
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_rank_that_has_run_out_raises_nothing_beside_fsdp_and_with_overlap(ranks, overlapped):
+    assert ranks(2).run(beside_fsdp, overlapped) == ["", ""]
+
+
+def known_to_torch_first() -> list[str]:
+    """A static graph that torch's own loop began: less than it, where no backward closes the window."""
+    rank = dist.get_rank()
+    home, optimizer = wrapped("static")
+    home(micro_batch(rank, 0), AB).square().mean().backward()
+    optimizer.zero_grad()
+    step, said = accumulating(steps=2)(heads_step), []
+    for heads in (AB, A, AB):
+        try:
+            step(home, optimizer, micro_batch(rank, 1), heads)
+            step.flush()
+            said.append("")
+        except gradsync.GradSyncError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_static_graph_that_changes_after_a_loop_of_torchs_own_is_an_error(ranks):
+    for one, two, three in ranks(2).run(known_to_torch_first):
+        assert one == three == "" and "used heads.1.weight, heads.1.bias, which the first" in two
