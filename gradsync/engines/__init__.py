@@ -10,8 +10,8 @@ from gradsync.engines._find import (
     is_engine,
     is_in_pieces,
     register,
-    rest,
     uncovered,
+    ungather,
 )
 from gradsync.engines._gloo import settle_all_groups
 from gradsync.engines._protocol import Engine
@@ -30,7 +30,7 @@ __all__ = [
     "is_engine",
     "is_in_pieces",
     "register",
-    "rest",
     "settle_all_groups",
     "uncovered",
+    "ungather",
 ]

@@ -97,7 +97,7 @@ class BehindEngine(DDPEngine):
         self._ddp.reducer.prepare_for_forward()
         self._ddp.reducer.prepare_for_backward([])
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         self._close(None)
 
     def _complete_armed(self) -> None:
@@ -111,19 +111,19 @@ class BehindEngine(DDPEngine):
         self.arm(None)
         self._close(self._reduced)
 
-    def _close(self, rest: Sequence[nn.Parameter] | None) -> None:
+    def _close(self, unreached: Sequence[nn.Parameter] | None) -> None:
         """Write the ledger, complete the reduction, and read the ledger.
 
-        `rest` are the parameters whose hooks have not run; None: the reducer tells which.
+        `unreached` are the parameters whose hooks have not run; None: the reducer tells which.
         """
         used = [parameter.grad is not None for parameter in self._reduced]
         everything = all(used)
         self._ledger.backward(self._flags(used, everything=everything))
-        if rest is None:
-            rest = self._unready()
-        if rest:
-            with silent(rest):
-                self._touch(rest).backward()
+        if unreached is None:
+            unreached = self._unready()
+        if unreached:
+            with silent(unreached):
+                self._touch(unreached).backward()
         self._ddp.reducer._rebuild_buckets()
         total, self._ledger.grad = self._ledger.grad, None
         assert total is not None, "the reducer leaves a gradient at every parameter"

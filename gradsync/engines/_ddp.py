@@ -157,7 +157,7 @@ class DDPEngine(Engine):
             finally:
                 del state["_pre_forward"], state["_post_forward"]
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         if self._ddp._use_python_reducer:
             self._forget_watches()
         else:
@@ -260,7 +260,7 @@ class DDPEngine(Engine):
         """The tensors from which DDP searches the graph for unused parameters; none if it does not search."""
         if not self._searched:
             return []
-        # Without a loss, search a graph of all parameters: none is marked as unused, and `settle` completes those that
+        # Without a loss, search a graph of all parameters: none is marked as unused, and `finish` completes those that
         # the backward does not reach.
         return [self._touch(self._reduced) if loss is None else loss]
 

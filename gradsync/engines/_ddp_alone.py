@@ -30,9 +30,9 @@ class AloneEngine(DDPEngine):
         if self._ddp._comm_hooks:
             super().arm(loss)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         if self._ddp._comm_hooks:
-            super().settle()
+            super().finish()
 
     def abort(self) -> None:
         if self._ddp._comm_hooks:

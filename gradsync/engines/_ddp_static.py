@@ -83,12 +83,12 @@ class StaticEngine(DDPEngine):
         else:
             super().abort()
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         if self._is_first:
             self._forget_watches()
             self._complete(self._unready())
         else:
-            super().settle()
+            super().finish()
 
     def misuse(self) -> GradSyncError | None:
         if self._owes_first:

@@ -89,13 +89,13 @@ def uncovered(models: Iterable[nn.Module], engines: Iterable[Engine]) -> list[st
     ]
 
 
-def rest(models: Iterable[nn.Module]) -> None:
+def ungather(models: Iterable[nn.Module]) -> None:
     """Make `model.parameters()` those of the optimizers, if a forward has left other tensors in their place."""
     models = list(models)
     kinds = {type(module) for model in models for module in model.modules()} - {DistributedDataParallel}
     if any(map(is_engine, kinds)):  # DDP leaves none
         for engine in find(models):
-            engine.rest()
+            engine.ungather()
 
 
 def behind(module: nn.Module) -> DistributedDataParallel | None:

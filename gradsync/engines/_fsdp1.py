@@ -146,7 +146,7 @@ class FSDP1Engine(Engine):
             elif flat._params:  # without gradients at these, the next forward would drop the flat one
                 handle._use_unsharded_grad_views()
 
-    def rest(self) -> None:
+    def ungather(self) -> None:
         # Only the parameters go back into their modules. What is gathered is not freed, so no rank gathers it again.
         for handle, owner in self._owners.items():
             if handle._training_state is HandleTrainingState.IDLE and any(_views(handle)):
@@ -160,7 +160,7 @@ class FSDP1Engine(Engine):
     def restore(self, found: _Switches) -> None:
         for module, flag in found:
             module.__dict__["_sync_gradients"] = flag
-        self.rest()  # else the next forward would take views that this one has left for new parameters
+        self.ungather()  # else the next forward would take views that this one has left for new parameters
 
     # -- boundary -------------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class FSDP1Engine(Engine):
                 # A held backward has set it. FSDP would then insist on a gradient from the next backward.
                 handle.flat_param._post_backward_called = False
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         # The backward has not changed gradients that only earlier micro-batches made.
         for handle, (gradient, version) in reversed(self._held.items()):
             if handle.flat_param.grad is gradient and gradient._version == version:

@@ -124,7 +124,7 @@ class FSDP2Engine(Engine):
         if self._used is not None or pieces:
             self._watch_use().update(param for param, piece in pieces.items() if len(piece))
 
-    def rest(self) -> None:
+    def ungather(self) -> None:
         if self._is_under_way():
             self._recover()
         for group in self._groups:
@@ -178,7 +178,7 @@ class FSDP2Engine(Engine):
         if partly:  # a group that gets no gradient from this backward would not all-reduce its partial output
             self._switch(partly, reduce_scatter_unused_params=True)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         if self.num_held():  # modules that only earlier micro-batches used, below another root than this backward's
             self._finish()
         self._drop_unused()
@@ -209,7 +209,7 @@ class FSDP2Engine(Engine):
             for param in group.fsdp_params:
                 _torch.set_whole_gradient(param, None)
                 param.sharded_param.grad = None
-        self.rest()
+        self.ungather()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

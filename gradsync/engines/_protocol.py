@@ -32,9 +32,9 @@ class Engine:
 
         trainable()                                 once, when it opens
         hold() ... forward, backward ... restore()  for each micro-batch: gradients stay local in between
-        arm(loss), the backward, settle()           at the boundary, between its hold and its restore
+        arm(loss), the backward, finish()           at the boundary, between its hold and its restore
         reduce()                                    instead of these, if the window closes without a backward
-        misuse()                                    right before settle() or reduce(), if this rank ran micro-batches
+        misuse()                                    right before finish() or reduce(), if this rank ran micro-batches
         share_buffers(source)                       after either
         discard()                                   if the window is discarded
 
@@ -72,7 +72,7 @@ class Engine:
 
     @property
     def gathered(self) -> Mapping[torch.Tensor, nn.Parameter]:
-        """The tensors that a forward has left in place of parameters, with these, until `rest`."""
+        """The tensors that a forward has left in place of parameters, with these, until `ungather`."""
         return {}
 
     @property
@@ -101,7 +101,7 @@ class Engine:
         for parameter in self.parameters:
             parameter.grad = gradients.get(parameter)
 
-    def rest(self) -> None:
+    def ungather(self) -> None:
         """Free what a forward has gathered, so that the module's parameters are those of its optimizer."""
 
     @property
@@ -155,12 +155,12 @@ class Engine:
         finally:
             self.restore(found)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """The armed backward has ended: complete its collectives."""
 
     def abort(self) -> None:
         """The armed backward has failed: complete its collectives if possible, because the other ranks wait in them."""
-        self.settle()
+        self.finish()
 
     def reduce(self) -> None:
         """Synchronise what is accumulated, without a backward. Other ranks may run an armed backward meanwhile."""

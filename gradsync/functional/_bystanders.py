@@ -42,7 +42,7 @@ class Bystanders:
     def hold(self) -> tuple[list[Any], list[nn.Parameter]]:
         """Switch `requires_grad` of these parameters off; returns what `restore` needs."""
         for engine in self.engines:
-            engine.rest()  # parameters that are gathered already would not see the switch
+            engine.ungather()  # parameters that are gathered already would not see the switch
         found = [engine.hold() for engine in self.engines]
         switched_off = []
         with SWITCHING:
@@ -68,4 +68,4 @@ class Bystanders:
                     parameter.requires_grad_(True)
         for engine, flag in zip(self.engines, flags, strict=True):
             engine.restore(flag)
-            engine.rest()
+            engine.ungather()

@@ -54,7 +54,7 @@ class Order(NamedTuple):
         """After the backward: synchronise what it has not."""
         with _insisting(self.asked):
             for engine in self.armed:
-                engine.settle()
+                engine.finish()
             for engine in self.after:
                 engine.reduce()
             if self.again:

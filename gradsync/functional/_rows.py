@@ -131,7 +131,7 @@ class _Trial:
             before.put_back()
             for engine in self._engines:
                 engine.discard()
-                engine.rest()
+                engine.ungather()
             for parameter in self._parameters:
                 parameter.grad = None
         free()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradsync._errors import GradSyncError
-from gradsync.engines import attach, find, rest
+from gradsync.engines import attach, find, ungather
 from gradsync.functional._backward import Hold
 from gradsync.functional._bystanders import Bystanders
 from gradsync.functional._gradients import discard
@@ -49,7 +49,7 @@ class Team:
         before: Team | None = None,
     ) -> None:
         require_group(name)
-        rest(models)
+        ungather(models)
         self.name = name
         self.kind = NOTHING  # of losses, once the ranks have compared it in words
         self.seeds: dict[Any, torch.Tensor] = {}  # the gradients that backwards begin with, by what they depend on
@@ -97,7 +97,7 @@ class Team:
     def fits(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> bool:
         """Whether models and optimizers are as they were. Asked when a window opens."""
         if self.holds_inside:
-            rest(models)
+            ungather(models)
         then = self._snapshot
         if not then.is_still(models, optimizers, self.ids):
             now = Snapshot.of(models, owned(optimizers), self.ids, then, emptied=self._emptied)

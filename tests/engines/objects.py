@@ -41,7 +41,7 @@ def window(home: Home, engines: list, shards: bool = False, num: int = 2) -> lis
         loss.backward()
         if index == num - 1:
             for engine in engines:
-                engine.settle()
+                engine.finish()
         restore(engines, found)
     gradients = [None if p.grad is None else p.grad.clone() for engine in engines for p in engine.parameters]
     counts = [group._get_sequence_number_for_group() - num for group, num in zip(groups, before)]
@@ -81,7 +81,7 @@ def outlived(name: str) -> None:
         assert found == ([], [], False), found
         engine.restore(engine.hold())
         engine.discard()
-        engine.rest()
+        engine.ungather()
 
 
 def one_group_a_mesh() -> None:

@@ -64,7 +64,7 @@ def windows(kind, where, limits, at, depth=4, hook=False, sums=False, remember=F
                 outcome = run_in_parts(work, (ddp, *data), {}, fit)
                 if last:
                     for engine in engines:
-                        engine.settle()
+                        engine.finish()
             assert (outcome.parts > 1) == (model.limit < ROWS)
         expected = truth(function, hook, window, depth)
         assert_same(gradients(model), expected)
