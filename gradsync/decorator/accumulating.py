@@ -14,13 +14,14 @@ from gradsync._registry import FUNCTIONS
 from gradsync.decorator.face import OWN, documentation, keywords_after_steps, representation
 from gradsync.decorator.over import Over, over
 from gradsync.decorator.participants import Finder, Naming
-from gradsync.decorator.registry import Registry
+from gradsync.decorator.registry import Registries
 from gradsync.decorator.settings import Compress, Settings, Sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from gradsync.decorator.progress import Progress
+    from gradsync.decorator.registry import Registry
     from gradsync.decorator.typed import Accumulated
     from gradsync.functional import NonFinite, Steps, Tail
     from gradsync.parts import Cut
@@ -107,12 +108,16 @@ class _Controls:
     """The methods of a decorated function, bound to an instance or not."""
 
     @property
-    def _registry(self) -> Registry:
+    def _registries(self) -> Registries:
         raise NotImplementedError
 
     @property
     def _instance(self) -> object:
         return None
+
+    @property
+    def _registry(self) -> Registry:
+        return self._registries.of(self._instance)
 
     def over(self, iterable: Iterable[T]) -> Over[T]:
         """The iterable again, sized if it was; its last call closes the window.
@@ -127,30 +132,30 @@ class _Controls:
 
     def settle(self) -> None:
         """With `overlap`: wait for gradients that still travel, and make their update. Not collective."""
-        self._registry.settle(self._instance)
+        self._registry.settle()
 
     def reset(self) -> None:
         """Discard the open windows, with their gradients."""
-        self._registry.reset(self._instance)
+        self._registry.reset()
 
     @property
     def progress(self) -> Progress:
         """Counters, loss and gradient norm of the window that was called last."""
-        return self._registry.progress(self._instance)
+        return self._registry.progress
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, and mid-window this rank's gradients: plain dicts, numbers and tensors."""
-        return self._registry.state_dict(self._instance)
+        return self._registry.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. A state loaded before the first call is checked and used in that call."""
-        self._registry.load_state_dict(state, self._instance)
+        self._registry.load_state_dict(state)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *OWN, "__wrapped__"})
 
     def __repr__(self) -> str:
-        return representation(self.__wrapped__, self._registry.settings)
+        return representation(self.__wrapped__, self._registries.settings)
 
     # `__doc__` is the function's own docstring. `help` does not call this method (since Python 3.9), and so it finds
     # `_HELP`, which also lists what is added.
@@ -167,7 +172,7 @@ class _Controls:
         super().__setattr__(name, value)
 
 
-_HELP = property(lambda self: documentation(self.__wrapped__, self._registry.settings))
+_HELP = property(lambda self: documentation(self.__wrapped__, self._registries.settings))
 _SETTINGS = {*Settings.__dataclass_fields__, "model", "optimizer", "scheduler", "scaler"}
 
 
@@ -175,8 +180,8 @@ class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
     __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
 
     @property
-    def _registry(self) -> Registry:
-        return self._self_parent._self_registry  # type: ignore[no-any-return]
+    def _registries(self) -> Registries:
+        return self._self_parent._self_registries  # type: ignore[no-any-return]
 
     @property
     def _instance(self) -> object:
@@ -204,25 +209,25 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
         code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
         place = (code.co_filename, code.co_firstlineno) if code is not None else ("gradsync", 0)
         name = getattr(function, "__qualname__", repr(function)).rpartition("<locals>.")[2]
-        registry = Registry(name, settings, place)
-
+        registries = Registries(name, settings, place)
         bound = inspect.ismethod(function)  # a bound method was decorated: only wrapt knows its instance
 
         def call(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return registry.call(wrapped, None if bound else instance, args, kwargs)
+            own = None if bound else instance
+            return registries.of(own).call(wrapped, own, args, kwargs)
 
         super().__init__(function, call)
-        self._self_registry = registry
-        FUNCTIONS.add(registry)
+        self._self_registries = registries
+        FUNCTIONS.add(registries)
 
     # Not `weakref.finalize`: that would hold the windows until the function ends, and with them `on_update`, which may
     # refer to the function. They would keep each other alive, and the model.
     def __del__(self) -> None:
-        self._self_registry.warn_if_open()
+        self._self_registries.warn_if_open()
 
     @property
-    def _registry(self) -> Registry:
-        return self._self_registry
+    def _registries(self) -> Registries:
+        return self._self_registries
 
     # A decorated function is copied as itself and pickled by its name, like any function. Its windows are not copied.
     def __reduce__(self) -> str:
@@ -240,8 +245,8 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
 
 @atexit.register
 def _warn_of_open_windows() -> None:
-    for registry in list(FUNCTIONS):
-        registry.warn_if_open()
+    for registries in list(FUNCTIONS):
+        registries.warn_if_open()
 
 
 def _check_function(function: object) -> None:
