@@ -108,16 +108,12 @@ class _Controls:
     """The methods of a decorated function, bound to an instance or not."""
 
     @property
-    def _registries(self) -> Registries:
+    def _registry(self) -> Registry:
         raise NotImplementedError
 
     @property
     def _instance(self) -> object:
         return None
-
-    @property
-    def _registry(self) -> Registry:
-        return self._registries.of(self._instance)
 
     def over(self, iterable: Iterable[T]) -> Over[T]:
         """The iterable again, sized if it was; its last call closes the window.
@@ -155,7 +151,7 @@ class _Controls:
         return sorted({*super().__dir__(), *OWN, "__wrapped__"})
 
     def __repr__(self) -> str:
-        return representation(self.__wrapped__, self._registries.settings)
+        return representation(self.__wrapped__, self._registry.settings)
 
     # `__doc__` is the function's own docstring. `help` does not call this method (since Python 3.9), and so it finds
     # `_HELP`, which also lists what is added.
@@ -172,7 +168,7 @@ class _Controls:
         super().__setattr__(name, value)
 
 
-_HELP = property(lambda self: documentation(self.__wrapped__, self._registries.settings))
+_HELP = property(lambda self: documentation(self.__wrapped__, self._registry.settings))
 _SETTINGS = {*Settings.__dataclass_fields__, "model", "optimizer", "scheduler", "scaler"}
 
 
@@ -180,8 +176,8 @@ class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
     __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
 
     @property
-    def _registries(self) -> Registries:
-        return self._self_parent._self_registries  # type: ignore[no-any-return]
+    def _registry(self) -> Registry:
+        return self._self_parent._self_registries.of(self._self_instance)  # type: ignore[no-any-return]
 
     @property
     def _instance(self) -> object:
@@ -226,8 +222,8 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
         self._self_registries.warn_if_open()
 
     @property
-    def _registries(self) -> Registries:
-        return self._self_registries
+    def _registry(self) -> Registry:
+        return self._self_registries.of(None)
 
     # A decorated function is copied as itself and pickled by its name, like any function. Its windows are not copied.
     def __reduce__(self) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from types import CodeType
 
     from gradsync.decorator.registry import Registry
+    from gradsync.decorator.windows import Windows
     from gradsync.functional import Run, StandIn
 
 T = TypeVar("T")
@@ -58,8 +59,8 @@ class Over(Generic[T]):
                     _warn_if_open(loop)
                     _settle(registries)
                 else:
-                    for registry in registries:  # after an exception, which waits for nothing
-                        registry.go_back()
+                    for windows in _of_this_thread(registries):
+                        windows.go_back()
                 raise
             for run, place in _rest(loop, registries):
                 windows = next(one for registry in registries if (one := registry.windows_of(run)) is not None)
@@ -94,8 +95,8 @@ def _rest(loop: Loop, registries: Sequence[Registry]) -> Iterator[StandIn]:
     """The places after this rank's data has ended. What other ranks land before a boundary lands before it here."""
     rest = loop.rest()
     while True:
-        for registry in registries:
-            registry.land_before_boundary()
+        for windows in _of_this_thread(registries):
+            windows.land_before_boundary()
         turn = next(rest, None)
         if turn is None:
             return
@@ -103,9 +104,12 @@ def _rest(loop: Loop, registries: Sequence[Registry]) -> Iterator[StandIn]:
 
 
 def _settle(registries: Sequence[Registry]) -> None:
-    """Wait for what travels."""
     for registry in registries:
         registry.settle()
+
+
+def _of_this_thread(registries: Sequence[Registry]) -> list[Windows]:
+    return [windows for registry in registries for windows in registry.of_this_thread()]
 
 
 def _warn_if_open(loop: Loop) -> None:

@@ -39,7 +39,6 @@ class Registries:
 
     def __init__(self, name: str, settings: Settings, place: tuple[str, int]) -> None:
         """`place` is the file and line of the function, for warnings."""
-        self.settings = settings
         self._make = partial(Registry, name, settings, place, itertools.count())
         self._of: dict[int, Registry] = {}  # by the instance's id
 
@@ -71,7 +70,7 @@ class Registry:
         """`order` numbers the windows of all instances."""
         self.name = name
         self.loops = Loops(name)
-        self._settings = settings
+        self.settings = settings
         self._place = place
         self._order = order
         self._every: list[Windows] = []  # in the order of their first call
@@ -84,7 +83,7 @@ class Registry:
         self, function: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """One micro-batch."""
-        finder, windows = self._settings.finder, self._latest
+        finder, windows = self.settings.finder, self._latest
         found = finder.find(instance, args, kwargs)
         if windows is None or not windows.has(found):
             windows = self._find(instance, found, [*args, *kwargs.values()])
@@ -94,10 +93,14 @@ class Registry:
 
     # -- loops ------------------------------------------------------------------------------------------------------
 
+    def of_this_thread(self) -> list[Windows]:
+        """Those that no other thread has called last."""
+        return [windows for windows in self._every if windows.thread in {None, get_ident()}]
+
     def runs(self, instance: object, position: int) -> list[Run]:
         """The runs that a loop in this thread may call, in the order of their first call."""
         self._find_known(instance)
-        return [_numbered(windows, position) for windows in self._of_this_thread()]
+        return [_numbered(windows, position) for windows in self.of_this_thread()]
 
     def windows_of(self, run: Run) -> Windows | None:
         """The windows of a run."""
@@ -124,32 +127,21 @@ class Registry:
 
     def settle(self) -> None:
         """Wait for what travels in this thread's windows, and make the updates."""
-        for windows in self._of_this_thread():
+        for windows in self.of_this_thread():
             windows.settle()
-
-    def land_before_boundary(self) -> None:
-        """This rank's data has ended: before the next boundary of the others, land what they land before it."""
-        for windows in self._of_this_thread():
-            windows.land_before_boundary()
-
-    def go_back(self) -> None:
-        """After an exception: put the last true parameters back."""
-        for windows in self._of_this_thread():
-            if windows.ahead is not None:
-                windows.ahead.go_back()
 
     def reset(self) -> None:
         """Discard all open windows."""
         self._insist_on_rest("reset()")
         self._forget_what_was_left()
         for windows in [*self._every]:
-            windows.reset()
+            windows.discard()
 
     @property
     def progress(self) -> Progress:
         """The progress of the window that was called last."""
         if self._latest is not None:
-            return self._latest.progress
+            return self._latest.record.progress
         return Progress() if self._loaded_latest is None else progress_in(self._loaded[self._loaded_latest])
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,7 +168,7 @@ class Registry:
         for windows, one in zip(every, states, strict=False):
             check(windows, one)
         for one in states:
-            check_steps_of(one, self.name, self._settings.steps)
+            check_steps_of(one, self.name, self.settings.steps)
         self._orphaned.forget()
         for windows in every:
             windows.begin_anew()
@@ -204,23 +196,24 @@ class Registry:
             self._warn_if_open(windows)  # which may raise, where warnings are errors
 
     def _warn_if_open(self, windows: Windows) -> None:
-        # No warning after an error that ended the program.
-        if windows.ahead is not None and windows.ahead.is_travelling:
-            windows.ahead.abandon()
-            if getattr(sys, "last_value", None) is None:
-                warnings.warn_explicit(LEFT.format(what=self.name), RuntimeWarning, *self._place)
-        index, size, told = windows.run.index, windows.progress.size, windows.run.told is windows.run.window
+        run, ahead = windows.run, windows.ahead
+        if ahead is not None and ahead.is_travelling:
+            ahead.abandon()
+            self._warn(LEFT.format(what=self.name))
+        index, size, told = run.index, windows.record.progress.size, run.told is run.window
         if not index:
             return
-        windows.run.abandon()
-        if not told and getattr(sys, "last_value", None) is None:
-            warnings.warn_explicit(
+        run.abandon()
+        if not told:
+            self._warn(
                 f"{self.name} ended with a window open: {index} of {size} "
                 f"micro-batches were accumulated and never used. Iterate with {self.name}.over(...), or call "
-                f"{self.name}.flush() when the data ends.",
-                RuntimeWarning,
-                *self._place,
+                f"{self.name}.flush() when the data ends."
             )
+
+    def _warn(self, text: str) -> None:
+        if getattr(sys, "last_value", None) is None:  # no warning after an error that ended the program
+            warnings.warn_explicit(text, RuntimeWarning, *self._place)
 
     def _find(self, instance: object, found: Sequence[object], came: Sequence[object] = ()) -> Windows:
         participants = participants_of(found)
@@ -228,7 +221,7 @@ class Registry:
         windows = next((one for one in self._every if one.is_for(participants, instance)), None)
         if windows is None:
             self._orphaned.check(participants.models, [one.run for one in self._every])
-            windows = Windows(self.name, next(self._order), self._settings, participants, instance)
+            windows = Windows(self.name, next(self._order), self.settings, participants, instance)
             self._every.append(windows)
             windows.ends = [weakref.ref(optimizer, _weakly(self._drop)) for optimizer in participants.optimizers]
         windows.bind(participants, found)
@@ -238,7 +231,7 @@ class Registry:
 
     def _find_known(self, instance: object) -> None:
         """If there are no windows, and the keywords name the participants, make the windows of those."""
-        finder = self._settings.finder
+        finder = self.settings.finder
         if not self._every and finder.known():
             self._find(instance, finder.find(None, (), {}))
 
@@ -261,10 +254,6 @@ class Registry:
         """Items without a call, and windows without their optimizer: they are left on purpose."""
         self.loops.forget_read_ahead()
         self._orphaned.forget()
-
-    def _of_this_thread(self) -> list[Windows]:
-        """Those that no other thread has called last."""
-        return [windows for windows in self._every if windows.thread in {None, get_ident()}]
 
 
 def _numbered(windows: Windows, position: int) -> Run:
