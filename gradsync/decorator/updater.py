@@ -6,8 +6,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from gradsync._step_hook import stepping
+from gradsync.decorator.participants import reference
 from gradsync.decorator.progress import NO_UPDATE, ClosedLosses
-from gradsync.decorator.reference import reference
 from gradsync.functional import factor_of_update, move, refuse_nonfinite, step_optimizers, zero
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from gradsync.decorator.body_in_parts import BodyInParts
 from gradsync.decorator.body_watch import BodyWatch
 from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.overlapped import Overlapped
+from gradsync.decorator.participants import reference
 from gradsync.decorator.record import Record
-from gradsync.decorator.reference import reference
 from gradsync.decorator.updater import Updater
 from gradsync.functional import Part, Run, Who, check_steppable, detach, is_scaling, owned
 from gradsync.overlap import check_compress
