@@ -5,13 +5,13 @@ from __future__ import annotations
 import atexit
 import copy
 import inspect
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import wrapt
 from typing_extensions import ParamSpec
 
 from gradsync._registry import FUNCTIONS
-from gradsync.decorator.face import OWN, documentation, keywords_after_steps, representation
 from gradsync.decorator.over import Over, over
 from gradsync.decorator.participants import Finder, Naming
 from gradsync.decorator.registry import Registries
@@ -29,9 +29,41 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+F = TypeVar("F", bound="Callable[..., Any]")
+
+_OWN = ("over", "flush", "settle", "reset", "progress", "state_dict", "load_state_dict")
+"""What a decorated function has beside its call."""
+
+_ADDED = """Under gradsync.accumulating({settings}): each call is a micro-batch. It has
+
+    .over(iterable)             the iterable again; its last call closes the window
+    .flush()                    close the open windows now, on all ranks together
+    .settle()                   wait for gradients that still travel (overlap)
+    .reset()                    discard the open windows, with their gradients
+    .progress                   counters, loss and gradient norm; see gradsync.Progress
+    .state_dict(), .load_state_dict(state)
+    .__wrapped__                the function itself, to evaluate with
+"""
 
 
-@keywords_after_steps
+def _keywords_after_steps(accumulating: F) -> F:
+    """Make `accumulating(4, model, optimizer)` an error that says what to write."""
+
+    @wraps(accumulating)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > 1:
+            raise TypeError(
+                "accumulating needs the number of steps, and all else by keyword, but got "
+                f"{', '.join(type(one).__name__ for one in args)}. Write @accumulating(steps=4): models, optimizers "
+                "and schedulers are found among the arguments of each call, or named with model=, optimizer= and "
+                "scheduler=."
+            )
+        return accumulating(*args, **kwargs)
+
+    return cast("F", called)
+
+
+@_keywords_after_steps
 def accumulating(
     steps: Steps,
     *,
@@ -148,10 +180,13 @@ class _Controls:
         self._registry.load_state_dict(state)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *OWN, "__wrapped__"})
+        return sorted({*super().__dir__(), *_OWN, "__wrapped__"})
 
     def __repr__(self) -> str:
-        return representation(self.__wrapped__, self._registry.settings)
+        inner = repr(self.__wrapped__)
+        inner = inner[1:-1] if inner.startswith("<") else inner
+        settings = self._registry.settings.in_words()
+        return f"<{inner} under accumulating({settings}), with {', '.join('.' + own for own in _OWN)}>"
 
     # `__doc__` is the function's own docstring. `help` does not call this method (since Python 3.9), and so it finds
     # `_HELP`, which also lists what is added.
@@ -168,7 +203,14 @@ class _Controls:
         super().__setattr__(name, value)
 
 
-_HELP = property(lambda self: documentation(self.__wrapped__, self._registry.settings))
+def _documentation(decorated: _Controls) -> str:
+    """The function's own docstring, and below it what is added, for `help`."""
+    own = decorated.__wrapped__.__doc__
+    added = _ADDED.format(settings=decorated._registry.settings.in_words())
+    return added if not own else f"{own.rstrip()}\n\n{_indented(added, own)}"
+
+
+_HELP = property(_documentation)
 _SETTINGS = {*Settings.__dataclass_fields__, "model", "optimizer", "scheduler", "scaler"}
 
 
@@ -279,3 +321,10 @@ def _refuse_bare(steps: object) -> None:
             f"{getattr(steps, '__qualname__', steps)}, which looks like the step function itself. Write "
             "@accumulating(steps=4), with its parentheses."
         )
+
+
+def _indented(text: str, own: str) -> str:
+    """`text` indented like the docstring `own`, because `help` removes the common margin."""
+    lines = [line for line in own.splitlines()[1:] if line.strip()]
+    margin = " " * min((len(line) - len(line.lstrip()) for line in lines), default=0)
+    return "".join(margin + line if line.strip() else line for line in text.splitlines(keepends=True))
