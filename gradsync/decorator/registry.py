@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gradsync.decorator.participants import Participants
     from gradsync.decorator.settings import Settings
     from gradsync.functional import Loop, Run
 
@@ -165,14 +164,15 @@ class Registry:
         states, every = windows_in(state), [*self._every]
         for windows in every:
             windows.settle()
-        for windows, one in zip(every, states, strict=False):
+        known = [*zip(every, states, strict=False)]
+        for windows, one in known:
             check(windows, one)
         for one in states:
             check_steps_of(one, self.name, self.settings.steps)
         self._orphaned.forget()
         for windows in every:
             windows.begin_anew()
-        for windows, one in zip(every, states, strict=False):
+        for windows, one in known:
             load(windows, one)
         latest = state["latest"]
         if latest is not None and latest < len(every):
@@ -226,7 +226,7 @@ class Registry:
             windows.ends = [weakref.ref(optimizer, _weakly(self._drop)) for optimizer in participants.optimizers]
         windows.bind(participants, found)
         self._latest = windows
-        self._load_waiting(windows, participants)
+        self._load_waiting(windows)
         return windows
 
     def _find_known(self, instance: object) -> None:
@@ -235,12 +235,12 @@ class Registry:
         if not self._every and finder.known():
             self._find(instance, finder.find(None, (), {}))
 
-    def _load_waiting(self, windows: Windows, participants: Participants) -> None:
+    def _load_waiting(self, windows: Windows) -> None:
         """At the first call of a window: load the state that waits for it."""
         if not self._loaded or windows.record.num_steps:
             return
         state, *others = self._loaded
-        with _keeping_buffers(participants.models if state["index"] else ()):
+        with _keeping_buffers(windows.run.who.models if state["index"] else ()):
             windows.run.fit()
         check(windows, state)
         load(windows, state)

@@ -39,7 +39,7 @@ class Windows:
         self.settings = settings
         self.run = Run(name, settings.terms(), order)
         self.thread: int | None = None  # of the last call
-        self.watch = BodyWatch()
+        self.watch = BodyWatch(name)
         self._instance = reference(instance)
         self.record = Record(self.run, settings.on_update, self._instance)
         self._updater = Updater(self.run, settings, self.record, self.watch)
@@ -48,7 +48,7 @@ class Windows:
         self.ahead = Overlapped(self._updater, check_compress(settings.compress)) if settings.overlap else None
         if self.ahead is not None or settings.compress is not None:
             self.run.transport = self.ahead or Compressed()
-        self._fitted = None if settings.fit is False else BodyInParts(settings.fit, self._updater, self.watch)
+        self._fitted = None if settings.fit is False else BodyInParts(settings.fit, self._updater)
         self._participants: list[Callable[[], object]] = []
         self.ends: list[weakref.ref[Any]] = []  # their callbacks tell that an optimizer is gone
         self.is_running = False
@@ -162,14 +162,14 @@ class Windows:
         assert window is not None, "opened by now"
         team = window.team
         if place.index == 0:
-            self.watch.begin(self.name, team)
+            self.watch.begin(team)
         with run.holding(place):
             if self._fitted is not None:
                 return self._fitted.micro_batch(place, function, args, kwargs)
             returned, loss = self._body(function, args, kwargs, team)
             with WaitingFor(run.what):
                 if loss is not None:
-                    self.watch.check(self.name)
+                    self.watch.check()
                     num_dropped = window.num_dropped
                     closing = run.backward(place, loss, scaler=self._updater.scaler)
                     returned = detach(returned, loss) if window.num_dropped == num_dropped else None
