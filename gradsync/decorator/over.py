@@ -38,12 +38,14 @@ class Over(Generic[T]):
             self._iterable, self._decorated = iterable._iterable, [*iterable._decorated, (registry, instance)]
 
     def __iter__(self) -> Iterator[T]:
-        decorated = self._decorated
+        decorated = [*self._decorated]
         registries = [registry for registry, _ in decorated]
         name = f"{registries[0].name}.over"
         loop = Loop(name, length(self._iterable), lambda: _runs(decorated))
         with ExitStack() as stack:
-            stack.callback(loop.kept.clear)  # the loop may be referenced longer than its data is needed
+            # The loop may be referenced longer than its data and its instances are needed.
+            stack.callback(loop.kept.clear)
+            stack.callback(decorated.clear)
             for position, registry in enumerate(registries):
                 stack.enter_context(registry.loops.running(loop, position))
             drawn: Sequence[CodeType] = ()

@@ -117,6 +117,18 @@ def test_a_function_whose_on_update_refers_to_it_is_freed():
     assert all(ref() is None for ref in refs)
 
 
+@pytest.mark.parametrize("calls", [0, 2])
+def test_an_instance_is_freed_after_a_loop_with_items_that_had_no_call(calls):
+    trainer = Trainer()
+    for i in trainer.train_step.over(range(3)):
+        if i < calls:
+            trainer.train_step(micro_batch(0, i))
+    ref = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert ref() is None
+
+
 def test_no_allocation_grows_with_the_number_of_windows():
     step = accumulating(steps=4)(lambda model, optimizer, x: model(x).sum())
     model = nn.Linear(1, 1)
