@@ -219,10 +219,13 @@ class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
 
     @property
     def _registry(self) -> Registry:
-        return self._self_parent._self_registries.of(self._self_instance)  # type: ignore[no-any-return]
+        return self._self_parent._self_registries.of(self._instance)  # type: ignore[no-any-return]
 
     @property
     def _instance(self) -> object:
+        # What wrapt hands to a call: the class of a classmethod, and nothing of a staticmethod.
+        if self._self_binding in {"classmethod", "staticmethod"}:
+            return getattr(self.__wrapped__, "__self__", None)
         return self._self_instance
 
     # A bound method is copied and pickled like Python's own: the instance, and the name of the method.
