@@ -5,22 +5,23 @@ from __future__ import annotations
 import atexit
 import copy
 import inspect
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import wrapt
 from typing_extensions import ParamSpec
 
 from gradsync._registry import FUNCTIONS
-from gradsync.decorator.face import OWN, documentation, keywords_after_steps, representation
 from gradsync.decorator.over import Over, over
 from gradsync.decorator.participants import Finder, Naming
-from gradsync.decorator.registry import Registry
+from gradsync.decorator.registry import Registries
 from gradsync.decorator.settings import Compress, Settings, Sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from gradsync.decorator.progress import Progress
+    from gradsync.decorator.registry import Registry
     from gradsync.decorator.typed import Accumulated
     from gradsync.functional import NonFinite, Steps, Tail
     from gradsync.parts import Cut
@@ -28,9 +29,41 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+F = TypeVar("F", bound="Callable[..., Any]")
+
+_OWN = ("over", "flush", "settle", "reset", "progress", "state_dict", "load_state_dict")
+"""What a decorated function has beside its call."""
+
+_ADDED = """Under gradsync.accumulating({settings}): each call is a micro-batch. It has
+
+    .over(iterable)             the iterable again; its last call closes the window
+    .flush()                    close the open windows now, on all ranks together
+    .settle()                   wait for gradients that still travel (overlap)
+    .reset()                    discard the open windows, with their gradients
+    .progress                   counters, loss and gradient norm; see gradsync.Progress
+    .state_dict(), .load_state_dict(state)
+    .__wrapped__                the function itself, to evaluate with
+"""
 
 
-@keywords_after_steps
+def _keywords_after_steps(accumulating: F) -> F:
+    """Make `accumulating(4, model, optimizer)` an error that says what to write."""
+
+    @wraps(accumulating)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > 1:
+            raise TypeError(
+                "accumulating needs the number of steps, and all else by keyword, but got "
+                f"{', '.join(type(one).__name__ for one in args)}. Write @accumulating(steps=4): models, optimizers "
+                "and schedulers are found among the arguments of each call, or named with model=, optimizer= and "
+                "scheduler=."
+            )
+        return accumulating(*args, **kwargs)
+
+    return cast("F", called)
+
+
+@_keywords_after_steps
 def accumulating(
     steps: Steps,
     *,
@@ -127,30 +160,33 @@ class _Controls:
 
     def settle(self) -> None:
         """With `overlap`: wait for gradients that still travel, and make their update. Not collective."""
-        self._registry.settle(self._instance)
+        self._registry.settle()
 
     def reset(self) -> None:
         """Discard the open windows, with their gradients."""
-        self._registry.reset(self._instance)
+        self._registry.reset()
 
     @property
     def progress(self) -> Progress:
         """Counters, loss and gradient norm of the window that was called last."""
-        return self._registry.progress(self._instance)
+        return self._registry.progress
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, and mid-window this rank's gradients: plain dicts, numbers and tensors."""
-        return self._registry.state_dict(self._instance)
+        return self._registry.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. A state loaded before the first call is checked and used in that call."""
-        self._registry.load_state_dict(state, self._instance)
+        self._registry.load_state_dict(state)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *OWN, "__wrapped__"})
+        return sorted({*super().__dir__(), *_OWN, "__wrapped__"})
 
     def __repr__(self) -> str:
-        return representation(self.__wrapped__, self._registry.settings)
+        inner = repr(self.__wrapped__)
+        inner = inner[1:-1] if inner.startswith("<") else inner
+        settings = self._registry.settings.in_words()
+        return f"<{inner} under accumulating({settings}), with {', '.join('.' + own for own in _OWN)}>"
 
     # `__doc__` is the function's own docstring. `help` does not call this method (since Python 3.9), and so it finds
     # `_HELP`, which also lists what is added.
@@ -167,7 +203,14 @@ class _Controls:
         super().__setattr__(name, value)
 
 
-_HELP = property(lambda self: documentation(self.__wrapped__, self._registry.settings))
+def _documentation(decorated: _Controls) -> str:
+    """The function's own docstring, and below it what is added, for `help`."""
+    own = decorated.__wrapped__.__doc__
+    added = _ADDED.format(settings=decorated._registry.settings.in_words())
+    return added if not own else f"{own.rstrip()}\n\n{_indented(added, own)}"
+
+
+_HELP = property(_documentation)
 _SETTINGS = {*Settings.__dataclass_fields__, "model", "optimizer", "scheduler", "scaler"}
 
 
@@ -176,10 +219,13 @@ class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
 
     @property
     def _registry(self) -> Registry:
-        return self._self_parent._self_registry  # type: ignore[no-any-return]
+        return self._self_parent._self_registries.of(self._instance)  # type: ignore[no-any-return]
 
     @property
     def _instance(self) -> object:
+        # What wrapt hands to a call: the class of a classmethod, and nothing of a staticmethod.
+        if self._self_binding in {"classmethod", "staticmethod"}:
+            return getattr(self.__wrapped__, "__self__", None)
         return self._self_instance
 
     # A bound method is copied and pickled like Python's own: the instance, and the name of the method.
@@ -204,25 +250,25 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
         code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
         place = (code.co_filename, code.co_firstlineno) if code is not None else ("gradsync", 0)
         name = getattr(function, "__qualname__", repr(function)).rpartition("<locals>.")[2]
-        registry = Registry(name, settings, place)
-
+        registries = Registries(name, settings, place)
         bound = inspect.ismethod(function)  # a bound method was decorated: only wrapt knows its instance
 
         def call(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return registry.call(wrapped, None if bound else instance, args, kwargs)
+            own = None if bound else instance
+            return registries.of(own).call(wrapped, own, args, kwargs)
 
         super().__init__(function, call)
-        self._self_registry = registry
-        FUNCTIONS.add(registry)
+        self._self_registries = registries
+        FUNCTIONS.add(registries)
 
     # Not `weakref.finalize`: that would hold the windows until the function ends, and with them `on_update`, which may
     # refer to the function. They would keep each other alive, and the model.
     def __del__(self) -> None:
-        self._self_registry.warn_if_open()
+        self._self_registries.warn_if_open()
 
     @property
     def _registry(self) -> Registry:
-        return self._self_registry
+        return self._self_registries.of(None)
 
     # A decorated function is copied as itself and pickled by its name, like any function. Its windows are not copied.
     def __reduce__(self) -> str:
@@ -240,8 +286,8 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
 
 @atexit.register
 def _warn_of_open_windows() -> None:
-    for registry in list(FUNCTIONS):
-        registry.warn_if_open()
+    for registries in list(FUNCTIONS):
+        registries.warn_if_open()
 
 
 def _check_function(function: object) -> None:
@@ -278,3 +324,10 @@ def _refuse_bare(steps: object) -> None:
             f"{getattr(steps, '__qualname__', steps)}, which looks like the step function itself. Write "
             "@accumulating(steps=4), with its parentheses."
         )
+
+
+def _indented(text: str, own: str) -> str:
+    """`text` indented like the docstring `own`, because `help` removes the common margin."""
+    lines = [line for line in own.splitlines()[1:] if line.strip()]
+    margin = " " * min((len(line) - len(line.lstrip()) for line in lines), default=0)
+    return "".join(margin + line if line.strip() else line for line in text.splitlines(keepends=True))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
 from gradsync._errors import GradSyncError, is_misuse
-from gradsync.decorator.first_forward import ForwardWatch, check_first
-from gradsync.decorator.replay import Replay
 from gradsync.functional import find_loss
 from gradsync.ranks.lost import is_lost
-from gradsync.ranks.meet import meet
+from gradsync.ranks.meet import meet, ranks_where
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    import torch
+    from torch import nn
 
     from gradsync.functional import Loop, LossSum, Run, Team
+
+_DATA = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.device, torch.dtype)
 
 
 class Body:
@@ -34,7 +38,7 @@ class Body:
         if not self._skip:
             returned = function(*args, **kwargs)
             return returned, find_loss(returned)
-        began = ForwardWatch(
+        began = _ForwardWatch(
             self._run.who.models if team.forward_communicates else (),
             lambda: self._meet_at_first_forward(team, runs=True),
         )
@@ -59,7 +63,7 @@ class Body:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], loop: Loop | None
     ) -> None:
         """Keep this micro-batch, which succeeded, for a replay."""
-        self._run.replay = Replay(function, args, kwargs)
+        self._run.replay = _Replay(function, args, kwargs)
         if loop is not None:
             loop.kept[self._run] = args, kwargs
 
@@ -74,7 +78,106 @@ class Body:
 
     def _meet_at_first_forward(self, team: Team, *, runs: bool) -> None:
         """Before the first forward that communicates: hear whether every rank runs it, or has dropped it."""
-        if not self._has_met_forward:
-            self._has_met_forward = True
-            said = meet(team.group, f"the first forward of {self._run.name}", {"runs": runs})
-            check_first([one["runs"] for one in said], self._run.name)
+        if self._has_met_forward:
+            return
+        self._has_met_forward = True
+        said = meet(team.group, f"the first forward of {self._run.name}", {"runs": runs})
+        cannot = ranks_where(not one["runs"] for one in said)
+        if cannot:
+            raise GradSyncError(
+                f"The first micro-batch of {self._run.name} must be a good one on every rank where the engine's "
+                "forward communicates, to be repeated in place of those that `skip` drops, but rank "
+                f"{cannot} dropped it. Look for a good one before the loop begins."
+            )
+
+
+class _ForwardWatch:
+    """Context manager: true after a forward of these models, or of a module in them, has begun."""
+
+    def __init__(self, models: Iterable[nn.Module], begin: Callable[[], None]) -> None:
+        """`begin` is called when the first forward begins."""
+        self._ids = {id(module) for model in models for module in model.modules()}
+        self._begin = begin
+        self._began = False
+
+    def __enter__(self) -> None:
+        # torch's hook for all modules, because a body may call any of them.
+        self._hook = register_module_forward_pre_hook(self._see) if self._ids else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def __bool__(self) -> bool:
+        return self._began
+
+    def _see(self, module: nn.Module, _: Any) -> None:
+        if not self._began and id(module) in self._ids:
+            self._began = True
+            self._begin()
+
+
+class _Replay:
+    """The last call of a step function, to be repeated when other ranks wait in its forward.
+
+    Data is kept; everything else is referenced weakly: it keeps no model, no optimizer and no trainer alive.
+    """
+
+    __slots__ = ("_args", "_function", "_instance", "_kwargs")
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        instance = getattr(function, "__self__", None)
+        self._function: Any = function if instance is None else getattr(function, "__func__", function)
+        self._instance = None if instance is None else _kept(instance)
+        self._args = _kept(args)
+        self._kwargs = _kept(kwargs)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all its arguments are still there."""
+        try:
+            self._restored()
+        except ReferenceError:
+            return False
+        return True
+
+    def __call__(self) -> Any:
+        """Make the call once more."""
+        args, kwargs = self._restored()
+        return self._function(*args, **kwargs)
+
+    def _restored(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        first = () if self._instance is None else (_restored(self._instance),)
+        return (*first, *_restored(self._args)), _restored(self._kwargs)
+
+
+class _Remembered(weakref.ref[Any]):
+    """A reference of ours: the user's data may hold others."""
+
+    __slots__ = ()
+
+
+def _kept(one: Any) -> Any:
+    if isinstance(one, _DATA):
+        return one.detach() if type(one) is torch.Tensor and one.grad_fn is not None else one
+    if type(one) in {tuple, list, set}:
+        return type(one)(map(_kept, one))
+    if type(one) is dict:
+        return {key: _kept(value) for key, value in one.items()}
+    try:
+        return _Remembered(one)
+    except TypeError:
+        return one  # it cannot be referenced weakly, like a named tuple: the user's data
+
+
+def _restored(one: Any) -> Any:
+    if isinstance(one, _Remembered):
+        found = one()
+        if found is None:
+            raise ReferenceError("an argument of the last call is gone")
+        return found
+    if type(one) in {tuple, list, set}:
+        return type(one)(map(_restored, one))
+    if type(one) is dict:
+        return {key: _restored(value) for key, value in one.items()}
+    return one

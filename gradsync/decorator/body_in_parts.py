@@ -11,7 +11,6 @@ from gradsync.ranks.lost import is_lost
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gradsync.decorator.body_watch import BodyWatch
     from gradsync.decorator.updater import Updater
     from gradsync.functional import Closing, Place
     from gradsync.parts import Cut
@@ -20,21 +19,17 @@ if TYPE_CHECKING:
 class BodyInParts:
     """Runs the micro-batches of one call, and remembers the size that fits."""
 
-    def __init__(self, fit: bool | Cut, updater: Updater, watch: BodyWatch) -> None:  # noqa: FBT001 - the user's
+    def __init__(self, fit: bool | Cut, updater: Updater) -> None:  # noqa: FBT001 - the user's
         self._fitted = InParts(fit, updater.run.name)
         self._updater = updater
-        self._watch = watch
 
     def micro_batch(
         self, place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Closing | None]:
         """Run the user's function and its backward; returns what it returned (None if it is dropped)."""
-        run, record = self._updater.run, self._updater.record
-
-        def changes() -> None:
-            self._watch.check(run.name)
-
-        one = PartedBackward(run, place, scaler=self._updater.scaler, changes=changes)
+        updater = self._updater
+        run, record = updater.run, updater.record
+        one = PartedBackward(run, place, scaler=updater.scaler, changes=updater.watch.check)
         try:
             returned = self._fitted.run(one, function, args, kwargs)
         except BaseException as error:  # noqa: BLE001 - goes on, if it is not to be skipped

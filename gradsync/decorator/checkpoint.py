@@ -72,37 +72,9 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
     return {name: short if count[short] == 1 else name for name, short in own.items()}
 
 
-def check_state(
-    state: Mapping[str, Any], name: str, steps: Steps, place: tuple[int, int], names: Mapping[str, nn.Parameter]
-) -> None:
-    """Raise if a state belongs to other steps, models or ranks. `place`: this rank, and the number of ranks."""
-    rank, num_ranks = place
-    here = {name: list(parameter.shape) for name, parameter in names.items()}
-    check_steps_of(state, name, steps)
-    if state["num_ranks"] != num_ranks:
-        raise GradSyncError(
-            f"A state of {name} can be loaded on as many ranks as it was saved on, {state['num_ranks']}, but "
-            f"there are {num_ranks}. Start that many{OR_WITHOUT_IT}"
-        )
-    if state["index"] and state["rank"] != rank:
-        raise GradSyncError(
-            f"A state of {name} in the middle of a window holds the gradients of the rank that saved it, rank "
-            f"{state['rank']}, but it is loaded on rank {rank}: they would count twice. Save a state on each rank, and "
-            f"load each rank's own{OR_WITHOUT_IT}"
-        )
-    if state["parameters"] != here:
-        saved = state["parameters"]
-        odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
-        raise GradSyncError(
-            f"A state of {name} can be loaded for the parameters that it was saved for, names and shapes, but "
-            f"these differ in {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Call it with the same "
-            f"models and optimizers{OR_WITHOUT_IT}"
-        )
-
-
 def save(windows: Windows) -> dict[str, Any]:
     """The counters, and the content of the open window, as plain values."""
-    run, progress = windows.run, windows.progress
+    run, progress = windows.run, windows.record.progress
     team = run.fit()
     names, steps = names_of(windows), windows.settings.steps
     state: dict[str, Any] = {
@@ -124,9 +96,29 @@ def save(windows: Windows) -> dict[str, Any]:
 
 
 def check(windows: Windows, state: Mapping[str, Any]) -> None:
-    """Raise if a state does not fit. It does not communicate."""
-    team = windows.run.fit()
-    check_state(state, windows.name, windows.settings.steps, (team.rank, team.num_ranks), names_of(windows))
+    """Raise if a state belongs to other steps, models or ranks. It does not communicate."""
+    name, team = windows.name, windows.run.fit()
+    here = {own: list(parameter.shape) for own, parameter in names_of(windows).items()}
+    check_steps_of(state, name, windows.settings.steps)
+    if state["num_ranks"] != team.num_ranks:
+        raise GradSyncError(
+            f"A state of {name} can be loaded on as many ranks as it was saved on, {state['num_ranks']}, but "
+            f"there are {team.num_ranks}. Start that many{OR_WITHOUT_IT}"
+        )
+    if state["index"] and state["rank"] != team.rank:
+        raise GradSyncError(
+            f"A state of {name} in the middle of a window holds the gradients of the rank that saved it, rank "
+            f"{state['rank']}, but it is loaded on rank {team.rank}: they would count twice. Save a state on each "
+            f"rank, and load each rank's own{OR_WITHOUT_IT}"
+        )
+    if state["parameters"] != here:
+        saved = state["parameters"]
+        odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
+        raise GradSyncError(
+            f"A state of {name} can be loaded for the parameters that it was saved for, names and shapes, but "
+            f"these differ in {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Call it with the same "
+            f"models and optimizers{OR_WITHOUT_IT}"
+        )
 
 
 def load(windows: Windows, state: Mapping[str, Any]) -> None:

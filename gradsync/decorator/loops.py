@@ -14,63 +14,60 @@ if TYPE_CHECKING:
 
     from gradsync.functional import Loop
 
-Key = int | None  # id of the instance, for methods
-
 
 class Running(NamedTuple):
     """A running loop. `position` is the function's place among nested `.over`s."""
 
     loop: Loop
-    key: Key
     position: int
 
 
 class Loops:
-    """The running loops of one function, by instance and thread."""
+    """The running loops of one function and instance, each in its thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._running: list[Running] = []
-        self._read_ahead: dict[tuple[int, Key], Loop] = {}  # loops that ended with items without a call
+        self._read_ahead: dict[int, Loop] = {}  # by thread: loops that ended with items without a call
 
     def __bool__(self) -> bool:
         return bool(self._running or self._read_ahead)
 
     @contextmanager
-    def running(self, loop: Loop, key: Key, position: int) -> Iterator[None]:
+    def running(self, loop: Loop, position: int) -> Iterator[None]:
         """Calls inside belong to `loop`."""
         for other in self._running:
-            if other.key == key and other.loop.thread == loop.thread:
+            if other.loop.thread == loop.thread:
                 other.loop.is_superseded = True
         self._running = [one for one in self._running if not one.loop.is_superseded]
-        self._running.append(Running(loop, key, position))
-        self._read_ahead.pop((loop.thread, key), None)
+        self._running.append(Running(loop, position))
+        self._read_ahead.pop(loop.thread, None)
         try:
             yield
         finally:
             self._running = [one for one in self._running if one.loop is not loop]
 
-    def note_idle(self, loop: Loop, key: Key) -> None:
+    def note_idle(self, loop: Loop) -> None:
         """The data of `loop` has ended. If it had items without a call, later calls may be meant for those."""
         if loop.data.num_idle:
             if not loop.data.num_calls:
                 loop.called_from = _call_stack()
-            self._read_ahead[loop.thread, key] = loop
+            self._read_ahead[loop.thread] = loop
 
-    def forget_read_ahead(self, key: Key) -> None:
+    def forget_read_ahead(self) -> None:
         """Calls from now on are not for items that were read ahead."""
-        self._read_ahead.pop((get_ident(), key), None)
+        self._read_ahead.pop(get_ident(), None)
 
-    def of_call(self, key: Key) -> Running | None:
+    def of_call(self) -> Running | None:
         """The innermost loop of a call. Raises if the item of the call was read ahead."""
         thread = get_ident()
         for running in reversed(self._running):
-            if running.key == key and running.loop.thread == thread:
+            if running.loop.thread == thread:
                 if running.loop.data.num_idle:
                     running.loop.called_from = _call_stack()
                 return running
-        elsewhere = next((one.loop for one in self._running if one.key == key and not one.loop.data.num_calls), None)
-        ended = self._read_ahead.get((thread, key))
+        elsewhere = next((one.loop for one in self._running if not one.loop.data.num_calls), None)
+        ended = self._read_ahead.get(thread)
         # If the same code goes on calling after the data has ended, its items were read ahead.
         ahead = ended if elsewhere is None and ended is not None and _goes_on(ended) else elsewhere
         if ahead is not None:

@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 
 class Orphaned:
-    """Models whose windows were open when their optimizer died, by instance; held weakly."""
+    """The participants whose windows were open when their optimizer died; held weakly."""
 
     def __init__(self, name: str) -> None:
         """`name` is the name of the function."""
         self._name = name
-        self._left: list[tuple[int | None, Who]] = []
+        self._left: list[Who] = []
 
-    def note(self, key: int | None, run: Run) -> None:
+    def note(self, run: Run) -> None:
         """The optimizer of this run has died."""
         if run.index:
-            self._left.append((key, run.who))
+            self._left.append(run.who)
 
-    def forget(self, key: int | None) -> None:
-        """The open windows are dropped on purpose, or the instance is gone."""
-        self._left = [one for one in self._left if one[0] != key]
+    def forget(self) -> None:
+        """The open windows are dropped on purpose."""
+        self._left.clear()
 
-    def check(self, key: int | None, models: Sequence[nn.Module], runs: Iterable[Run]) -> None:
+    def check(self, models: Sequence[nn.Module], runs: Iterable[Run]) -> None:
         """Raise if `models` are called with other optimizers in the middle of a window of theirs.
 
         `runs` are the runs of optimizers that are alive. Such a run may be in the middle of a window (a GAN), but then
         its models still have all the parameters with which the window was opened.
         """
         mine = set(map(id, models))
-        cut_off = [who for own, who in self._left if own == key and any(id(model) in mine for model in who.models)]
-        self._left = [(own, who) for own, who in self._left if who not in cut_off and who.models]
+        cut_off = [who for who in self._left if any(id(model) in mine for model in who.models)]
+        self._left = [who for who in self._left if who not in cut_off and who.models]
         edited = [run for run in runs if any(id(model) in mine for model in run.who.models) and _is_edited(run)]
         for run in edited:
             run.discard()

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from types import CodeType
 
     from gradsync.decorator.registry import Registry
+    from gradsync.decorator.windows import Windows
     from gradsync.functional import Run, StandIn
 
 T = TypeVar("T")
-_Decorated = tuple["Registry", object]  # a function's windows, and its instance if it is a method
 
 
 def over(iterable: Iterable[T], registry: Registry, instance: object) -> Over[T]:
@@ -33,18 +33,21 @@ class Over(Generic[T]):
     def __init__(self, iterable: Iterable[T], registry: Registry, instance: object) -> None:
         # Nested `.over`s share one loop: with two, the outer loop would end the inner loop too soon.
         self._iterable: Iterable[T] = iterable
-        self._decorated: list[_Decorated] = [(registry, instance)]
+        self._decorated: list[tuple[Registry, object]] = [(registry, instance)]  # an instance lives as long as its loop
         if isinstance(iterable, Over):
             self._iterable, self._decorated = iterable._iterable, [*iterable._decorated, (registry, instance)]
 
     def __iter__(self) -> Iterator[T]:
-        decorated = self._decorated
-        name = f"{decorated[0][0].name}.over"
+        decorated = [*self._decorated]
+        registries = [registry for registry, _ in decorated]
+        name = f"{registries[0].name}.over"
         loop = Loop(name, length(self._iterable), lambda: _runs(decorated))
         with ExitStack() as stack:
-            stack.callback(loop.kept.clear)  # the loop may be referenced longer than its data is needed
-            for position, (registry, instance) in enumerate(decorated):
-                stack.enter_context(registry.looping(loop, instance, position))
+            # The loop may be referenced longer than its data and its instances are needed.
+            stack.callback(loop.kept.clear)
+            stack.callback(decorated.clear)
+            for position, registry in enumerate(registries):
+                stack.enter_context(registry.loops.running(loop, position))
             drawn: Sequence[CodeType] = ()
             try:
                 for item in loop.items(self._iterable):
@@ -56,16 +59,17 @@ class Over(Generic[T]):
                     raise
                 if is_left_on_purpose(sys._getframe(0).f_back, drawn):
                     _warn_if_open(loop)
-                    _settle(decorated)
+                    _settle(registries)
                 else:
-                    _go_back(decorated)
+                    for windows in _of_this_thread(registries):
+                        windows.go_back()
                 raise
-            for run, place in _rest(loop, decorated):
-                windows = next(one for registry, _ in decorated if (one := registry.windows_of(run)) is not None)
+            for run, place in _rest(loop, registries):
+                windows = next(one for registry in registries if (one := registry.windows_of(run)) is not None)
                 windows.take_part(place)
-            _settle(decorated)
-        for registry, instance in decorated:
-            registry.note_idle(loop, instance)
+            _settle(registries)
+        for registry in registries:
+            registry.loops.note_idle(loop)
 
 
 class SizedOver(Over[T]):
@@ -75,8 +79,8 @@ class SizedOver(Over[T]):
         return len(self._iterable)  # type: ignore[arg-type]
 
 
-def _runs(decorated: Sequence[_Decorated]) -> list[Run]:
-    return [run for position, (registry, instance) in enumerate(decorated) for run in registry.runs(instance, position)]
+def _runs(decorated: Sequence[tuple[Registry, object]]) -> list[Run]:
+    return [run for place, (registry, instance) in enumerate(decorated) for run in registry.runs(instance, place)]
 
 
 def _insist_on_latest(loop: Loop) -> None:
@@ -89,28 +93,25 @@ def _insist_on_latest(loop: Loop) -> None:
         )
 
 
-def _rest(loop: Loop, decorated: Sequence[_Decorated]) -> Iterator[StandIn]:
+def _rest(loop: Loop, registries: Sequence[Registry]) -> Iterator[StandIn]:
     """The places after this rank's data has ended. What other ranks land before a boundary lands before it here."""
     rest = loop.rest()
     while True:
-        for registry, instance in decorated:
-            registry.land_before_boundary(instance)
+        for windows in _of_this_thread(registries):
+            windows.land_before_boundary()
         turn = next(rest, None)
         if turn is None:
             return
         yield turn
 
 
-def _settle(decorated: Sequence[_Decorated]) -> None:
-    """Wait for what travels."""
-    for registry, instance in decorated:
-        registry.settle(instance)
+def _settle(registries: Sequence[Registry]) -> None:
+    for registry in registries:
+        registry.settle()
 
 
-def _go_back(decorated: Sequence[_Decorated]) -> None:
-    """After an exception, which waits for nothing."""
-    for registry, instance in decorated:
-        registry.go_back(instance)
+def _of_this_thread(registries: Sequence[Registry]) -> list[Windows]:
+    return [windows for registry in registries for windows in registry.of_this_thread()]
 
 
 def _warn_if_open(loop: Loop) -> None:

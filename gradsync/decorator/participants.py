@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -108,6 +109,16 @@ def participants_of(found: Sequence[Any]) -> Participants:
     if len(scalers) > 1:
         raise GradSyncError("A call needs one GradScaler at most, but two came. Name one with scaler=...")
     return Participants(models, optimizers, schedulers, scalers[0] if scalers else None)
+
+
+def reference(one: Any) -> Callable[[], Any]:
+    """A function that returns the object, and does not keep it alive if it can be referenced weakly."""
+    if one is None:
+        return lambda: None
+    try:
+        return weakref.ref(one)
+    except TypeError:
+        return lambda: one  # it has __slots__
 
 
 def check_complete(participants: Participants, name: str, came: Sequence[object], *, is_method: bool) -> None:

@@ -6,8 +6,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from gradsync._step_hook import stepping
+from gradsync.decorator.participants import reference
 from gradsync.decorator.progress import NO_UPDATE, ClosedLosses
-from gradsync.decorator.reference import reference
 from gradsync.functional import factor_of_update, move, refuse_nonfinite, step_optimizers, zero
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Updater:
         self.run = run
         self.settings = settings
         self.record = record
-        self._watch = watch
+        self.watch = watch
         self._schedulers: list[Callable[[], Any]] = []
         self._scaler: weakref.ref[GradScaler] | None = None
         self._making = NO_UPDATE  # the outcome of the current update
@@ -91,7 +91,7 @@ class Updater:
         assert window is not None, "it ends here"
         self.record.size = window.size
         self.run.close()
-        self._watch.forget()
+        self.watch.forget()
 
     def note_landed(self, made: Update, closed: ClosedLosses) -> None:
         """The update of an earlier window was made when its gradients arrived: record it, and call `on_update`."""

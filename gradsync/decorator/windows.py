@@ -12,8 +12,8 @@ from gradsync.decorator.body_in_parts import BodyInParts
 from gradsync.decorator.body_watch import BodyWatch
 from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.overlapped import Overlapped
+from gradsync.decorator.participants import reference
 from gradsync.decorator.record import Record
-from gradsync.decorator.reference import reference
 from gradsync.decorator.updater import Updater
 from gradsync.functional import Part, Run, Who, check_steppable, detach, is_scaling, owned
 from gradsync.overlap import check_compress
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from gradsync.decorator.participants import Participants
-    from gradsync.decorator.progress import Progress
     from gradsync.decorator.settings import Settings
     from gradsync.functional import Closing, Loop, Place
 
@@ -40,7 +39,7 @@ class Windows:
         self.settings = settings
         self.run = Run(name, settings.terms(), order)
         self.thread: int | None = None  # of the last call
-        self.watch = BodyWatch()
+        self.watch = BodyWatch(name)
         self._instance = reference(instance)
         self.record = Record(self.run, settings.on_update, self._instance)
         self._updater = Updater(self.run, settings, self.record, self.watch)
@@ -49,7 +48,7 @@ class Windows:
         self.ahead = Overlapped(self._updater, check_compress(settings.compress)) if settings.overlap else None
         if self.ahead is not None or settings.compress is not None:
             self.run.transport = self.ahead or Compressed()
-        self._fitted = None if settings.fit is False else BodyInParts(settings.fit, self._updater, self.watch)
+        self._fitted = None if settings.fit is False else BodyInParts(settings.fit, self._updater)
         self._participants: list[Callable[[], object]] = []
         self.ends: list[weakref.ref[Any]] = []  # their callbacks tell that an optimizer is gone
         self.is_running = False
@@ -111,12 +110,18 @@ class Windows:
                 "are not synchronised. Remove that call; an optimizer that steps in the backward cannot accumulate."
             )
 
-    @property
-    def progress(self) -> Progress:
-        """The current record."""
-        return self.record.progress
-
     # -- a call -----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> None:
+        """Inside, a call of these windows runs. An error discards the open window."""
+        self.is_running = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:
+                self.discard()
+        finally:
+            self.is_running = False
 
     def micro_batch(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], loop: Loop | None
@@ -126,7 +131,7 @@ class Windows:
             raise GradSyncError(f"{self.name} must not call itself: a micro-batch is one call. Call the model instead.")
         run, ahead = self.run, self.ahead
         self.thread = get_ident()
-        with _InACall(self):
+        with self:
             if ahead is not None:
                 ahead.begin()
             place = run.start(run.who, loop)
@@ -157,14 +162,14 @@ class Windows:
         assert window is not None, "opened by now"
         team = window.team
         if place.index == 0:
-            self.watch.begin(self.name, team)
+            self.watch.begin(team)
         with run.holding(place):
             if self._fitted is not None:
                 return self._fitted.micro_batch(place, function, args, kwargs)
             returned, loss = self._body(function, args, kwargs, team)
             with WaitingFor(run.what):
                 if loss is not None:
-                    self.watch.check(self.name)
+                    self.watch.check()
                     num_dropped = window.num_dropped
                     closing = run.backward(place, loss, scaler=self._updater.scaler)
                     returned = detach(returned, loss) if window.num_dropped == num_dropped else None
@@ -187,7 +192,7 @@ class Windows:
     def take_part(self, place: Place) -> None:
         """After this rank's data has ended: close its own open window, or take part in a window of the other ranks."""
         run = self.run
-        with _InACall(self):
+        with self:
             with run.holding(place):
                 closing = self._run_again(place) if place.part is Part.REPEATS else run.miss(place)
             self._end_place(closing)
@@ -206,7 +211,7 @@ class Windows:
         """This rank's data has ended: before the next boundary of the others, land what they land before it."""
         if self.ahead is None:
             return
-        with _InACall(self):  # like the other ranks
+        with self:  # like the other ranks
             self.ahead.land_before_boundary()
 
     def flush(self) -> None:
@@ -224,19 +229,19 @@ class Windows:
             raise
         self._tell(closing)
 
-    def reset(self) -> None:
-        """Discard the open window. Without an open window gradients stay: they may be another function's."""
-        self.discard()
-
     def settle(self) -> None:
         """Wait for gradients that still travel, and make their update."""
         if self.ahead is not None:
             self.ahead.settle()
 
-    def discard(self) -> None:
-        """Discard the open window and its gradients."""
+    def go_back(self) -> None:
+        """After an exception, which waits for nothing: put the last true parameters back."""
         if self.ahead is not None:
             self.ahead.go_back()
+
+    def discard(self) -> None:
+        """Discard the open window and its gradients. Without one gradients stay: they may be another function's."""
+        self.go_back()
         if self.run.window is not None:
             self.record.size = self.run.window.size
         self.run.discard()
@@ -280,22 +285,3 @@ class Windows:
         """Call `on_update` for a window that has just closed."""
         if closing is not None and not self._travels:
             self.record.tell()
-
-
-class _InACall:
-    """Context manager: inside, a call of these windows runs. An error discards the open window."""
-
-    __slots__ = ("_windows",)
-
-    def __init__(self, windows: Windows) -> None:
-        self._windows = windows
-
-    def __enter__(self) -> None:
-        self._windows.is_running = True
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is not None:
-                self._windows.discard()
-        finally:
-            self._windows.is_running = False

@@ -117,6 +117,53 @@ def test_a_function_whose_on_update_refers_to_it_is_freed():
     assert all(ref() is None for ref in refs)
 
 
+class Kinds:
+    """Methods that are bound to a class or to nothing, decorated on either side."""
+
+    @accumulating(steps=2)
+    @classmethod
+    def class_inside(cls, model, optimizer, x):
+        return mean_loss(model, x)
+
+    @classmethod
+    @accumulating(steps=2)
+    def class_outside(cls, model, optimizer, x):
+        return mean_loss(model, x)
+
+    @accumulating(steps=2)
+    @staticmethod
+    def static_inside(model, optimizer, x):
+        return mean_loss(model, x)
+
+    @staticmethod
+    @accumulating(steps=2)
+    def static_outside(model, optimizer, x):
+        return mean_loss(model, x)
+
+
+@pytest.mark.parametrize("home", [Kinds, Kinds()], ids=["class", "instance"])
+@pytest.mark.parametrize("name", ["class_inside", "class_outside", "static_inside", "static_outside"])
+def test_calls_and_loops_of_a_classmethod_and_of_a_staticmethod_find_each_other(name, home):
+    step, model = getattr(home, name), small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = step.progress
+    for i in getattr(home, name).over(range(3)):
+        step(model, optimizer, micro_batch(0, i))
+    assert (before.updates, step.progress.updates, step.progress.index) == (0, 2, 0)
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_an_instance_is_freed_after_a_loop_with_items_that_had_no_call(calls):
+    trainer = Trainer()
+    for i in trainer.train_step.over(range(3)):
+        if i < calls:
+            trainer.train_step(micro_batch(0, i))
+    ref = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert ref() is None
+
+
 def test_no_allocation_grows_with_the_number_of_windows():
     step = accumulating(steps=4)(lambda model, optimizer, x: model(x).sum())
     model = nn.Linear(1, 1)
