@@ -228,9 +228,11 @@ class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
             return getattr(self.__wrapped__, "__self__", None)
         return self._self_instance
 
-    # A bound method is copied and pickled like Python's own: the instance, and the name of the method.
+    # A bound method is copied and pickled like Python's own: the instance, and the name of the method. What is taken
+    # from the class is a function.
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._self_instance, self.__name__)
+        home = self._self_owner if self._self_instance is None else self._self_instance
+        return getattr, (home, self.__name__)
 
     def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
         return self.__reduce__()
@@ -239,6 +241,8 @@ class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._self_instance is None:
+            return self
         return getattr(copy.deepcopy(self._self_instance, memo), self.__name__)
 
 

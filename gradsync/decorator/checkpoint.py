@@ -75,7 +75,7 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
 def save(windows: Windows) -> dict[str, Any]:
     """The counters, and the content of the open window, as plain values."""
     run, progress = windows.run, windows.record.progress
-    team = run.fit()
+    team = run.fitting_team()
     names, steps = names_of(windows), windows.settings.steps
     state: dict[str, Any] = {
         **{name: getattr(progress, name) for name in _COUNTERS},
@@ -97,7 +97,7 @@ def save(windows: Windows) -> dict[str, Any]:
 
 def check(windows: Windows, state: Mapping[str, Any]) -> None:
     """Raise if a state belongs to other steps, models or ranks. It does not communicate."""
-    name, team = windows.name, windows.run.fit()
+    name, team = windows.name, windows.run.fitting_team()
     here = {own: list(parameter.shape) for own, parameter in names_of(windows).items()}
     check_steps_of(state, name, windows.settings.steps)
     if state["num_ranks"] != team.num_ranks:
@@ -124,7 +124,7 @@ def check(windows: Windows, state: Mapping[str, Any]) -> None:
 def load(windows: Windows, state: Mapping[str, Any]) -> None:
     """Load a state that fits. It does not communicate."""
     run, names = windows.run, names_of(windows)
-    team = run.fit()
+    team = run.fitting_team()
     windows.begin_anew()
     record = windows.record
     record.num_steps, record.num_updates, record.num_skipped, record.num_replays = (
@@ -141,7 +141,7 @@ def load(windows: Windows, state: Mapping[str, Any]) -> None:
 
 def names_of(windows: Windows) -> dict[str, nn.Parameter]:
     """The parameters by their names: the same however the model is wrapped."""
-    models, team = windows.run.who.models, windows.run.fit()
+    models, team = windows.run.who.models, windows.run.fitting_team()
     mine = {id(parameter): parameter for parameter in team.parameters}
     # Do not call `rest` here: a rank that saves alone would wait alone in the gather of its next forward.
     for engine in team.engines:

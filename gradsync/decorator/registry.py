@@ -241,7 +241,7 @@ class Registry:
             return
         state, *others = self._loaded
         with _keeping_buffers(windows.run.who.models if state["index"] else ()):
-            windows.run.fit()
+            windows.run.fitting_team()
         check(windows, state)
         load(windows, state)
         self._loaded, self._loaded_latest = others, None

@@ -46,7 +46,7 @@ def norm(parameters: Iterable[nn.Parameter], *, spread: Spread | None = None) ->
     """The norm of all gradients together: plain tensors and DTensors of any meshes.
 
     `FullyShardedDataParallel` spreads plain gradients over ranks in pieces. `spread` has those ranks, by the id of the
-    parameter: `run.fit().spread`. Without it such parameters are an error.
+    parameter: `run.fitting_team().spread`. Without it such parameters are an error.
     """
     parts: list[torch.Tensor] = []
     for place, gradients in _places(parameters, spread).items():
@@ -155,7 +155,8 @@ def known_spread(parameters: Iterable[nn.Parameter], spread: Spread | None) -> S
     if spread is None and several_ranks() and any(map(is_in_pieces, parameters)):
         raise GradSyncError(
             "The norm of gradients that FullyShardedDataParallel has sharded, and whether they are finite, take the "
-            "pieces of all ranks, but spread= does not say which ranks these are. Pass spread=run.fit().spread."
+            "pieces of all ranks, but spread= does not say which ranks these are. Pass "
+            "spread=run.fitting_team().spread."
         )
     return WHOLE if spread is None else spread
 

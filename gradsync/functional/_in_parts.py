@@ -53,7 +53,7 @@ class InParts:
         self, backward: PartedBackward, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run `function` and its backward; return what `function` returned. Call `backward.end()` after it."""
-        run, team = backward.run, backward.run.fit()
+        run, team = backward.run, backward.run.fitting_team()
         if backward.place.index == 0 or team is not self._team:
             models = run.who.models
             self._fit.open(models, () if team is self._team else [*team.engines, *find(models)])

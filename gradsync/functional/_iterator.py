@@ -64,7 +64,7 @@ def _endless(run: Run, models: Sequence[nn.Module]) -> Iterator[MicroStep]:
         while True:
             place = run.start(who)
             if place.window == place.index == 0:
-                insist(meet(run.fit().group, "the start of sync_every", {"steps": place.size}))
+                insist(meet(run.fitting_team().group, "the start of sync_every", {"steps": place.size}))
             with turn.at(place) as step:
                 yield step
     except BaseException as error:

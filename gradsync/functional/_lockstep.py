@@ -157,4 +157,4 @@ def _size(run: Run, shares: Sequence[Share], stand_in: Callable[[Run, Part], Pla
 
 
 def _part(run: Run) -> Part:
-    return Part.REPEATS if run.fit().forward_communicates else Part.MISSES
+    return Part.REPEATS if run.fitting_team().forward_communicates else Part.MISSES

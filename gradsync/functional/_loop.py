@@ -86,13 +86,13 @@ class Loop:
         self.data.call(run)
         if run not in talk.called:
             if talk.chief is None:
-                run.fit()
+                run.fitting_team()
                 self._meet(run)
             elif run.team is None and talk.team.num_ranks > 1:
                 talk.announce(run)
             talk.called.append(run)
             talk.check_keys()
-        window = run.window or run.open(run.fit())
+        window = run.window or run.open(run.fitting_team())
         if talk.is_in_lockstep:
             ends = self._lockstep.ends(run, window)
         else:
@@ -186,7 +186,7 @@ class Loop:
 
     def _meet(self, run: Run) -> None:
         """At the first call, or at the end of the data without a call: compare settings, and hear who has items."""
-        team, data, talk = run.fit(), self.data, self._talk
+        team, data, talk = run.fitting_team(), self.data, self._talk
         talk.chief = run
         here = data.left(run) + (not data.has_ended)
         said = meet_with_data(
@@ -226,7 +226,7 @@ class Loop:
             nothing_here(f"the data of {self.name}")
             return False
         run = next((run for run in runs if run.window is not None), runs[0])
-        if run.fit().num_ranks == 1:
+        if run.fitting_team().num_ranks == 1:
             return False
         self._meet(run)
         return True

@@ -104,7 +104,7 @@ class Turn:
             self.loop = drawn_by(sys._getframe(2))  # of the generator around this, to which it yields
         self._watch.begin(place)
         if replays:
-            self._weightless = weightless(self._run.fit().leaves)
+            self._weightless = weightless(self._run.fitting_team().leaves)
         self._hold = self._run.holding(place)
         self._hold.__enter__()
         return step
@@ -196,7 +196,7 @@ class Turn:
         self._watch.after_backward(place, closing)
         if closing is None:
             return
-        team = self._run.fit()
+        team = self._run.fitting_team()
         self.is_empty = closing.factor is None
         if closing.factor is None:
             team.drop_gradients()
@@ -210,7 +210,7 @@ class Turn:
         if self._watch.is_explicit:
             raise mixed(place)
         self._run.note_plain(place)
-        if not place.last and not any(engine.owes_first for engine in self._run.fit().engines):
+        if not place.last and not any(engine.owes_first for engine in self._run.fitting_team().engines):
             return
         if self._over is None:
             self._over = self._run.join(place, self._watch.reached, self._note)

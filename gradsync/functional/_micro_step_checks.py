@@ -33,7 +33,7 @@ def leave(run: Run, error: BaseException, frame: FrameType | None, loop: Sequenc
         run.discard()
         return
     if run.index and not run.is_plain:
-        _mark(run.fit().parameters)
+        _mark(run.fitting_team().parameters)
     run.abandon()
 
 
@@ -84,7 +84,7 @@ class StepWatch:
         """An optimizer is about to step."""
         if self.place is None:
             return
-        team, stepped = self._run.fit(), owned([optimizer])
+        team, stepped = self._run.fitting_team(), owned([optimizer])
         if team.ids.isdisjoint(map(id, stepped)):
             return
         if not self.place.last:

@@ -93,7 +93,7 @@ class Run:
         self._lane = lane
         goes_on = self.window is not None
         if not goes_on and lane is None:
-            self.open(self.fit())
+            self.open(self.fitting_team())
         ends = lane is not None and lane.enter()
         window = self._open_window
         last = ends or window.index + 1 >= window.size
@@ -106,7 +106,7 @@ class Run:
     def stand_in(self, lane: Lane, part: Part) -> Place:
         """The place of this rank in a window of the other ranks, after its own data has ended."""
         self._lane = lane
-        window = self.window or self.open(self.fit())
+        window = self.window or self.open(self.fitting_team())
         return Place(window.number, window.index, window.size, last=False, part=part)
 
     def holding(self, place: Place) -> AbstractContextManager[Any]:
@@ -238,7 +238,7 @@ class Run:
 
     # -- a window ---------------------------------------------------------------------------------------------------
 
-    def fit(self) -> Team:
+    def fitting_team(self) -> Team:
         """The team of the open window, or of the next. Collective where the team has to be made."""
         if self.window is not None:
             return self.window.team
@@ -286,7 +286,7 @@ class Run:
 
     def agree_to_flush(self) -> bool:
         """Whether any rank has an open window. Collective. Raises unless all have closed as many before it."""
-        self._agreed = any(meet_at_flush(self.fit(), self.number, self.index))
+        self._agreed = any(meet_at_flush(self.fitting_team(), self.number, self.index))
         return self._agreed
 
     def flush(self) -> Closing | None:
@@ -294,7 +294,7 @@ class Run:
         if not self._agreed and not self.agree_to_flush():
             return None
         self._lane, self._agreed = None, False
-        team = self.fit()
+        team = self.fitting_team()
         window = self.window or self.open(team)
         self._heard = team.line.send(window.share(closing=self.key).row())
         with WaitingFor(self.what), team.hold:

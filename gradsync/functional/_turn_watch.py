@@ -42,7 +42,7 @@ class TurnWatch:
         """A turn begins."""
         self._steps.place, self._steps.is_normalised = place, False
         if not place.index:
-            team = self._run.fit()
+            team = self._run.fitting_team()
             insist_on_none_inside(team)
             if team is not self._gradients.team:
                 self._gradients.watch(team)
@@ -79,7 +79,7 @@ class TurnWatch:
             self._plain.stop()
             self._plain = None
         if not place.index:
-            insist_on_none_left(self._run.fit())
+            insist_on_none_left(self._run.fitting_team())
             if self._gradients.appeared():
                 raise mixed(place)
             return
@@ -104,7 +104,7 @@ class TurnWatch:
             self._plain = self._somewhere().watch()
 
     def _everywhere(self) -> PlainBackward:
-        team = self._run.fit()
+        team = self._run.fitting_team()
         # With FSDP2 gradients arrive also at parameters themselves: of a loss that no forward has led to.
         leaves = dict.fromkeys((*team.leaves, *team.watchable)) if self.is_explicit else team.leaves
         return PlainBackward(leaves, self._came, team.swapped)
@@ -112,7 +112,7 @@ class TurnWatch:
     def _somewhere(self) -> PlainBackward:
         if self._at_ends is not None:
             return self._at_ends
-        team = self._run.fit()
+        team = self._run.fitting_team()
         leaves = dict.fromkeys((*_ends(team.leaves), *_ends(team.watchable)))
         at_ends = PlainBackward(leaves, self._came, team.swapped)
         self._at_ends = None if self._is_blind else at_ends

@@ -60,6 +60,11 @@ def test_copying_and_pickling_are_those_of_a_function():
     trainer.train_step.reset()
     bound = pickle.loads(pickle.dumps(trainer.train_step))
     assert bound.__name__ == "train_step" and type(bound.__self__) is Trainer
+    for of_class in (pickle.loads(pickle.dumps(Trainer.train_step)), copy.deepcopy(Trainer.train_step)):
+        other = Trainer()
+        of_class(other, micro_batch(0, 0))
+        assert other.train_step.progress.index == 1
+        other.train_step.reset()
 
 
 def test_the_model_can_be_copied_and_pickled_at_any_time():

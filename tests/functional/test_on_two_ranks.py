@@ -63,7 +63,7 @@ def a_window_by_hand(wrap) -> None:
         assert place == F.Place(0, index, 3, last=False, part=F.Part.RUNS)
         with run.holding(place):
             assert run.backward(place, mean_loss(model, micro_batch(rank, index))) is None
-    assert isinstance(run.window, F.Window) and isinstance(run.fit(), F.Team) and run.fit().num_ranks == 2
+    assert isinstance(run.window, F.Window) and isinstance(run.fitting_team(), F.Team) and run.fitting_team().num_ranks == 2
     closing = run.flush()
     assert isinstance(closing, F.Closing) and [share.num_micro_batches for share in closing.shares] == [2.0, 1.0]
     assert isinstance(F.update([optimizer], factor=closing.factor), F.Update)
@@ -221,7 +221,7 @@ def norms_of_pieces(use_orig_params: bool) -> list[str]:
     with run.holding(place):
         closing = run.backward(place, mean_loss(model, micro_batch(rank, 0)))
     run.close()
-    parameters, spread = list(model.parameters()), run.fit().spread
+    parameters, spread = list(model.parameters()), run.fitting_team().spread
     assert torch.allclose(F.norm(parameters, spread=spread), true, rtol=1e-12)
     errors = []
     for call in (
