@@ -20,6 +20,7 @@ class Record:
         self._run = run
         self._on_update = on_update
         self._instance = instance
+        self.is_telling = False  # whether `on_update` runs
         self.size = 0  # of the last window
         self.parts = 1  # with `fit`: the number of parts of the last call
         self.rows: int | None = None  # and the rows of the largest part
@@ -72,7 +73,8 @@ class Record:
         if self._on_update is None or not self._made.stepped:
             return
         instance = self._instance()
-        if instance is None:
-            self._on_update(self.progress)
-        else:
-            self._on_update(instance, self.progress)
+        self.is_telling = True
+        try:
+            self._on_update(*(() if instance is None else (instance,)), self.progress)
+        finally:
+            self.is_telling = False

@@ -127,8 +127,11 @@ class Windows:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], loop: Loop | None
     ) -> Any:
         """Run the user's function on one micro-batch, its backward, and at the boundary the update."""
-        if self.is_running:
-            raise GradSyncError(f"{self.name} must not call itself: a micro-batch is one call. Call the model instead.")
+        if self.is_running or self.record.is_telling:
+            raise GradSyncError(
+                f"{self.name} must not be called from its own body or on_update: a micro-batch is one call, and ranks "
+                "that have run out make updates without one. Call the model instead."
+            )
         run, ahead = self.run, self.ahead
         self.thread = get_ident()
         with self:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gradsync import GradSyncError, LossSum, accumulating
 from tests.support.models import small_model
@@ -184,8 +185,26 @@ def test_a_step_that_calls_itself():
     def step(model, optimizer):
         return step(model, optimizer)
 
-    with pytest.raises(GradSyncError, match="must not call itself"):
+    with pytest.raises(GradSyncError, match="must not be called from its own body"):
         step(model, optimizer)
+
+
+def call_from_on_update(lengths: list[int]) -> None:
+    """Ranks that have run out make their last updates after their loop: a call there would be one too many."""
+    _, model, optimizer = made()
+
+    @accumulating(steps=2, on_update=lambda progress: step(model, optimizer, 0))
+    def step(model, optimizer, i):
+        return mean_loss(model, X)
+
+    with pytest.raises(GradSyncError, match="must not be called from its own body or on_update"):
+        for i in step.over(range(lengths[dist.get_rank()])):
+            step(model, optimizer, i)
+
+
+def test_a_call_from_on_update(ranks):
+    ranks(1).run(call_from_on_update, [5])
+    ranks(2).run(call_from_on_update, [4, 1])
 
 
 @pytest.mark.parametrize("how", ["flush", "reset", "load_state_dict"])

@@ -232,7 +232,7 @@ def norms_of_pieces(use_orig_params: bool) -> list[str]:
         lambda: F.step_optimizers([optimizer], nonfinite="skip"),
         lambda: F.step_optimizers([optimizer], scaler=torch.amp.GradScaler("cpu")),
     ):
-        with pytest.raises(GradSyncError, match=r"spread=run\.fit\(\)\.spread") as caught:
+        with pytest.raises(GradSyncError, match=r"spread=run\.fitting_team\(\)\.spread") as caught:
             call()
         errors.append(str(caught.value))
     F.normalise(parameters, closing.factor)  # element by element
