@@ -15,7 +15,6 @@ from gradsync._errors import GradSyncError
 from gradsync._registry import TRAVELLING
 from gradsync._step_hook import stepping
 from gradsync.decorator.compressed import Compressed, travels_of
-from gradsync.decorator.progress import ClosedLosses
 from gradsync.functional import Transport, bare_optimizer, factor_of_update, window_size
 from gradsync.overlap import check_ddp, check_optimizers, check_scaler, depart, go_back, landing, step_ahead
 from gradsync.ranks.lost import WaitingFor
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from gradsync.functional import Closing, Place, Run, Team, Window
     from gradsync.overlap import Flight, InFlight
     from gradsync.overlap.saved import Saved
-    from gradsync.ranks.line import Sent
 
 # An attribute of a DDP, for the audit: the number of windows whose gradients travel from it.
 _NUM_TRAVELLING = "_gradsync_travelling"
@@ -44,9 +42,7 @@ class _Leg:
     ddps: Sequence[DistributedDataParallel]
     team: Team
     factor: float  # of the engines' average
-    own_factor: float | None  # of this rank's own gradients; None if they weigh nothing
-    closed: ClosedLosses
-    failures: Sent | None  # flags of ranks that failed in it: then all drop it
+    closing: Closing
     in_flight: InFlight | None = None  # None until it has departed
 
 
@@ -168,16 +164,15 @@ class Overlapped(Transport):
         window = updater.run.window
         assert window is not None, "it is closed here"
         team = window.team
-        closed = ClosedLosses(window, closing)
         factor = factor_of_update(updater.settings.tail, closing)
         if factor is None:
             self._drop()
             team.drop_gradients()
             updater.end_window()
             self._land()
-            updater.record.note_skipped(closed)
+            updater.record.note_skipped(closing)
             return
-        self._departing = _Leg(self._flights, self._ddps, team, factor, closing.own_factor, closed, closing.failures)
+        self._departing = _Leg(self._flights, self._ddps, team, factor, closing)
         self._flights, self._ddps = (), ()
         TRAVELLING.add(self)
         updater.end_window()
@@ -226,7 +221,7 @@ class Overlapped(Transport):
         with stepping():
             leg.in_flight = step_ahead(
                 in_flight,
-                factor=leg.own_factor if ahead else None,
+                factor=leg.closing.own_factor if ahead else None,
                 clip_norm=updater.settings.clip_norm,
                 nonfinite=updater.settings.nonfinite,
             )
@@ -239,14 +234,15 @@ class Overlapped(Transport):
             updater, arrived = self._its_updater, False
             try:
                 with WaitingFor(self.run.what):
-                    failed = leg.failures is not None and any(row[0] for row in leg.failures.rows())
+                    failures = leg.closing.failures
+                    failed = failures is not None and any(row[0] for row in failures.rows())
                 with landing(in_flight), stepping():
                     arrived = True
                     self._arrived(leg)
                     made = None if failed else updater.step(leg.team, leg.factor)
             except BaseException:
                 if arrived:
-                    updater.note_failed(leg.closed)
+                    updater.note_failed(leg.closing)
                 else:
                     self.go_back()
                 raise
@@ -259,9 +255,9 @@ class Overlapped(Transport):
                 assert later.in_flight is not None, "it has departed"
                 later.in_flight.watch.note()
             if made is None:
-                updater.record.note_skipped(leg.closed)
+                updater.record.note_skipped(leg.closing)
             else:
-                updater.note_landed(made, leg.closed)
+                updater.note_landed(made, leg.closing)
 
     def _arrived(self, leg: _Leg) -> None:
         self._legs.remove(leg)

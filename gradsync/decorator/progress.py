@@ -5,39 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from gradsync.functional import Update
 
 if TYPE_CHECKING:
-    from gradsync.functional import Closing, Window
+    import torch
+
+    from gradsync.functional import Closing
 
 NO_UPDATE = Update(stepped=False, grad_norm=None)
-
-
-class ClosedLosses:
-    """The losses of the last closed window. Their means are computed when they are read."""
-
-    __slots__ = ("_closing", "_count", "_losses")
-
-    def __init__(self, window: Window, closing: Closing) -> None:
-        self._losses = window.losses
-        self._count = window.count
-        self._closing = closing
-
-    def mean(self) -> torch.Tensor | None:
-        """This rank's mean loss, on its device; None if it had no loss."""
-        if not self._losses:
-            return None
-        return torch.stack([loss.reshape(()) for loss in self._losses]).sum() / self._closing.own_divisor
-
-    def mean_of_all(self) -> float | None:
-        """The mean loss of all ranks; None if they sent no table."""
-        return self._closing.mean_loss
-
-    def count(self) -> float | None:
-        """The sum of this rank's counts; None for means."""
-        return self._count.state() if self._closing.is_of_sums else None
 
 
 @dataclass(frozen=True)
@@ -70,19 +45,19 @@ class Progress:
     parts: int = 1
     rows: int | None = None
     grad_norm: torch.Tensor | None = None
-    _losses: ClosedLosses | None = field(default=None, repr=False)
+    _closing: Closing | None = field(default=None, repr=False)
 
     @property
     def loss(self) -> torch.Tensor | None:
         """This rank's mean loss over the last closed window, on its device. The host waits when you read its value."""
-        return None if self._losses is None else self._losses.mean()
+        return None if self._closing is None else self._closing.own_mean_loss
 
     @property
     def global_loss(self) -> float | None:
         """The mean loss over all ranks in the last closed window; None if the ranks sent no table."""
-        return None if self._losses is None else self._losses.mean_of_all()
+        return None if self._closing is None else self._closing.mean_loss
 
     @property
     def count(self) -> float | None:
         """The sum of this rank's counts in the last closed window; None if its losses were means."""
-        return None if self._losses is None else self._losses.count()
+        return None if self._closing is None else self._closing.own_count

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync.decorator.progress import NO_UPDATE, ClosedLosses, Progress
+from gradsync.decorator.progress import NO_UPDATE, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gradsync.functional import Run, Update
+    from gradsync.functional import Closing, Run, Update
 
 
 class Record:
@@ -30,18 +30,18 @@ class Record:
         """Go back to before the first call."""
         self.num_steps = self.num_updates = self.num_skipped = self.num_replays = 0
         self._made = NO_UPDATE
-        self._closed: ClosedLosses | None = None
+        self._closing: Closing | None = None
 
-    def note(self, made: Update, closed: ClosedLosses) -> None:
+    def note(self, made: Update, closing: Closing) -> None:
         """A window has closed, with the update `made`."""
         self.num_updates += made.stepped
         self.num_skipped += not made.stepped
-        self._made, self._closed = made, closed
+        self._made, self._closing = made, closing
 
-    def note_skipped(self, closed: ClosedLosses) -> None:
+    def note_skipped(self, closing: Closing) -> None:
         """A window has closed without an update. With `overlap`, an earlier window may update in the same call."""
         self.num_skipped += 1
-        self._closed = closed
+        self._closing = closing
 
     def note_held(self) -> None:
         """The current call has made no update so far."""
@@ -65,7 +65,7 @@ class Record:
             parts=self.parts,
             rows=self.rows,
             grad_norm=self._made.grad_norm,
-            _losses=self._closed,
+            _closing=self._closing,
         )
 
     def tell(self) -> None:

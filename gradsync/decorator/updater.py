@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync._step_hook import stepping
 from gradsync.decorator.participants import reference
-from gradsync.decorator.progress import NO_UPDATE, ClosedLosses
+from gradsync.decorator.progress import NO_UPDATE
 from gradsync.functional import factor_of_update, move, refuse_nonfinite, step_optimizers, zero
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Updater:
         window = self.run.window
         assert window is not None, "it is closed here"
         team = window.team
-        closed, self._making = ClosedLosses(window, closing), NO_UPDATE
+        self._making = NO_UPDATE
         factor = factor_of_update(self.settings.tail, closing)
         try:
             if factor is None:
@@ -59,7 +59,7 @@ class Updater:
                 self.step(team, factor, window)
         finally:
             self.end_window()
-            self.record.note(self._making, closed)  # an update, also where a scheduler failed after it
+            self.record.note(self._making, closing)  # an update, also where a scheduler failed after it
         if factor is not None:
             refuse_nonfinite(self._making, self.settings.nonfinite)
 
@@ -93,15 +93,15 @@ class Updater:
         self.run.close()
         self.watch.forget()
 
-    def note_landed(self, made: Update, closed: ClosedLosses) -> None:
+    def note_landed(self, made: Update, closing: Closing) -> None:
         """The update of an earlier window was made when its gradients arrived: record it, and call `on_update`."""
-        self.record.note(made, closed)
+        self.record.note(made, closing)
         refuse_nonfinite(made, self.settings.nonfinite)
         self.record.tell()
 
-    def note_failed(self, closed: ClosedLosses) -> None:
+    def note_failed(self, closing: Closing) -> None:
         """An error ended the update, in the optimizer's step or in a scheduler's step after it."""
-        self.record.note(self._making, closed)
+        self.record.note(self._making, closing)
 
     def _clear(self, team: Team) -> None:
         zero(self.run.who.optimizers)

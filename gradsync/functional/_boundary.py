@@ -85,6 +85,7 @@ class Boundary:
         shares = self._hear()
         alone = team.num_ranks == 1 and (self._exchange.is_of_ends or window.kind == SUMS)
         closing = Closing.of(shares, team.rank, is_told=self._sent is not None or alone)
+        closing = closing._replace(own_losses=window.losses, own_counts=window.count)
         self._share_buffers()
         if not self._terms.skip or team.num_ranks == 1:
             return closing

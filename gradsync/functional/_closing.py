@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from gradsync._errors import GradSyncError
-from gradsync.functional._count import is_count
+from gradsync.functional._count import Count, is_count
 from gradsync.functional._steps import correction
 from gradsync.functional._table import IN_WORDS, NOTHING, PLAIN, SUMS, Share, sum_of_losses
 from gradsync.ranks.meet import agreed, ranks_where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from gradsync.ranks.line import Sent
 
@@ -31,6 +31,8 @@ class Closing(NamedTuple):
     factor: float | None
     is_told: bool = True  # whether the shares were sent, not inferred from this rank's own
     failures: Sent | None = None  # flags of ranks that failed after the table, not read yet
+    own_losses: Sequence[torch.Tensor] = ()  # of this rank's micro-batches
+    own_counts: Count | None = None  # what they were sums over, exactly
 
     @classmethod
     def of(cls, shares: Sequence[Share], rank: int, *, is_told: bool = True) -> Closing:
@@ -56,6 +58,18 @@ class Closing(NamedTuple):
         """The divisor that makes the sum of this rank's losses their mean."""
         share = self.shares[self.rank]
         return share.count if share.kind == SUMS else share.num_micro_batches
+
+    @property
+    def own_mean_loss(self) -> torch.Tensor | None:
+        """This rank's mean loss, on its device; None if it had no loss."""
+        if not self.own_losses:
+            return None
+        return torch.stack([loss.reshape(()) for loss in self.own_losses]).sum() / self.own_divisor
+
+    @property
+    def own_count(self) -> float | None:
+        """The exact sum of this rank's counts; None for means. Waits for the device."""
+        return self.own_counts.state() if self.is_of_sums and self.own_counts is not None else None
 
     @property
     def own_factor(self) -> float | None:
