@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from gradsync.functional._left import leave
 from gradsync.functional._loop import Loop
 from gradsync.functional._micro_step import MicroStep, Turn
-from gradsync.functional._micro_step_checks import leave
 from gradsync.functional._no_sync import check_modules
 from gradsync.functional._run import Run
 from gradsync.functional._stream import length

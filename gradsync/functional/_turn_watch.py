@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
+from gradsync._registry import OPEN
+from gradsync._step_hook import unwatch_steps, watch_steps
 from gradsync.functional._gradient_watch import GradientWatch
 from gradsync.functional._leaf_hooks import PlainBackward
-from gradsync.functional._micro_step_checks import StepWatch, insist_on_none_inside, insist_on_none_left
+from gradsync.functional._left import insist_on_none_inside, insist_on_none_left, mark
+from gradsync.functional._owned import owned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
+    from torch import nn
 
     from gradsync.functional._closing import Closing
     from gradsync.functional._place import Place
@@ -134,3 +138,48 @@ def mixed(place: Place) -> GradSyncError:
         "and call step.backward once; freeze a model through which another one's loss runs. torch.autograd.grad is no "
         "backward."
     )
+
+
+class StepWatch:
+    """Makes wrong steps of optimizers errors: steps on a held micro-step, and of gradients that are not exact."""
+
+    def __init__(self, run: Run) -> None:
+        self.place: Place | None = None  # of the current turn
+        self.is_normalised = False  # whether the gradients of the models have been multiplied by a factor
+        self._run = run
+        watch_steps(self)
+
+    def remove(self) -> None:
+        """Watch no longer."""
+        unwatch_steps(self)
+
+    def __call__(self, optimizer: Any) -> None:
+        """An optimizer is about to step."""
+        if self.place is None:
+            return
+        team, stepped = self._run.fitting_team(), owned([optimizer])
+        if team.ids.isdisjoint(map(id, stepped)):
+            return
+        if not self.place.last:
+            raise GradSyncError(
+                "An optimizer may step on the last micro-step of a window only, where the gradients are synchronised, "
+                "but optimizer.step() came on one that is held. Write: if step.last: optimizer.step(); "
+                "optimizer.zero_grad()."
+            )
+        left = [one for one in stepped if id(one) not in team.ids and one.grad is not None]
+        if left and (team.num_ranks > 1 or self.is_normalised):
+            self._insist_on_models(left)
+        if not self._run.is_plain:
+            mark(stepped)
+
+    def _insist_on_models(self, left: Sequence[nn.Parameter]) -> None:
+        """Raise unless these parameters are those of a loop that is zipped with this one."""
+        others = [run.window.team.ids for run in OPEN if run.window is not None]
+        left = [one for one in left if not any(id(one) in ids for ids in others)]
+        if left:
+            raise GradSyncError(
+                f"An optimizer must step parameters of the models of sync_every only, which are synchronised and "
+                f"normalised together, but it steps {len(left)} others that have a gradient, of shape "
+                f"{', '.join(str(list(one.shape)) for one in left[:3])}. Pass all models: sync_every([model, other], "
+                "...). Put a parameter of no module into one: nn.ParameterList([parameter])."
+            )

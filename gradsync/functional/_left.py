@@ -1,0 +1,63 @@
+"""Gradients that an update or a loop over `sync_every` has left, and that must not come into the next window."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradsync._errors import GradSyncError
+from gradsync._frames import is_left_on_purpose
+from gradsync.functional._gradients import values_here
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from types import CodeType, FrameType
+
+    from torch import nn
+
+    from gradsync.functional._run import Run
+    from gradsync.functional._team import Team
+
+_LEFT = "_gradsync_left"  # of a gradient that a window left behind, or an update used: its version then
+
+
+def leave(run: Run, error: BaseException, frame: FrameType | None, loop: Sequence[CodeType]) -> None:
+    """The loop is left. Gradients of half a window are its user's, to be dropped before the next begins.
+
+    An exception drops them; `frame` is the one that the loop is in. What it is zipped with may have ended.
+    """
+    if not isinstance(error, GeneratorExit) or not is_left_on_purpose(frame, loop, "FOR_ITER"):
+        run.discard()
+        return
+    if run.index and not run.is_plain:
+        mark(run.fitting_team().parameters)
+    run.abandon()
+
+
+def mark(parameters: Iterable[nn.Parameter]) -> None:
+    """Note that these gradients are to be cleared before the next window."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            setattr(parameter.grad, _LEFT, parameter.grad._version)
+
+
+def insist_on_none_left(team: Team) -> None:
+    """Raise where a window begins with gradients of an update, or of a loop that was left."""
+    gradients = [parameter.grad for parameter in team.parameters if parameter.grad is not None]
+    left = [gradient for gradient in gradients if vars(gradient).get(_LEFT) == gradient._version]
+    if any(values_here(gradient).any() for gradient in left):  # .data.zero_() makes no new version
+        raise GradSyncError(
+            f"A window must begin without gradients, but {len(left)} parameters still have those of an update, or of a "
+            "loop over sync_every that was left in the middle of a window. Call optimizer.zero_grad() after each "
+            "optimizer.step(), and behind such a loop."
+        )
+
+
+def insist_on_none_inside(team: Team) -> None:
+    """Raise where a window begins with gradients that an engine keeps where no `zero_grad` reaches them."""
+    inside = team.gradients_left()[1] if team.holds_inside else 0
+    if inside:
+        raise GradSyncError(
+            f"A window must begin without gradients, but the engine holds those of {inside} parameters, of a loop that "
+            "was left in the middle of a window, or of backwards of your own. zero_grad() does not reach them: call "
+            "gradsync.sync_gradients(model), and optimizer.zero_grad() behind it to drop them."
+        )
