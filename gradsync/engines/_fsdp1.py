@@ -105,7 +105,9 @@ class FSDP1Engine(Engine):
         return {info.module for one in flat for info in (*one._param_infos, *one._shared_param_infos)}
 
     def num_held(self) -> int:
-        return sum(parameter.grad is not None for parameter in self.parameters)
+        # A gradient that is not reduced yet; a reduced one is in the parameters, like any other engine's.
+        held = [h for h in self._handles if h.uses_sharded_strategy and _holds_whole(h.flat_param)]
+        return sum(p.grad is not None for h in held for p in (h.flat_param._params or [h.flat_param]))
 
     def held_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         held: dict[nn.Parameter, torch.Tensor] = {}
@@ -168,8 +170,9 @@ class FSDP1Engine(Engine):
         self._switch(on=True)
         self._held = {}
         for handle in self._handles:
-            if handle.flat_param.grad is not None and _is_whole(handle.flat_param, handle.flat_param.grad):
-                self._held[handle] = (handle.flat_param.grad, handle.flat_param.grad._version)
+            gradient = handle.flat_param.grad
+            if gradient is not None and _is_whole(handle.flat_param, gradient):
+                self._held[handle] = (gradient, gradient._version)
                 # A held backward has set it. FSDP would then insist on a gradient from the next backward.
                 handle.flat_param._post_backward_called = False
 
@@ -186,7 +189,7 @@ class FSDP1Engine(Engine):
 
     def reduce(self) -> None:
         for handle in reversed(self._handles):
-            if handle.flat_param.grad is not None and _is_whole(handle.flat_param, handle.flat_param.grad):
+            if _holds_whole(handle.flat_param):
                 self._reduce_held(handle)
 
     def discard(self) -> None:
@@ -271,6 +274,10 @@ class FSDP1Engine(Engine):
 def _is_whole(flat: FlatParameter, gradient: torch.Tensor) -> bool:
     """Whether a gradient has the size of the whole flat parameter: it is held, or not sharded. Else it is reduced."""
     return gradient.shape == flat._unpadded_unsharded_size
+
+
+def _holds_whole(flat: FlatParameter) -> bool:
+    return flat.grad is not None and _is_whole(flat, flat.grad)
 
 
 def _parts(handle: FlatParamHandle, gradient: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:

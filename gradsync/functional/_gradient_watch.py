@@ -5,6 +5,8 @@ from __future__ import annotations
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING
 
+from gradsync.functional._gradients import values_here
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -50,8 +52,7 @@ class GradientWatch:
         """What has become of the gradients since then, in words; None if they are as they were left."""
         now = [*map(_GRADIENT, self._watched)]
         if self._left is None:
-            inside = self.team is not None and self.team.holds_inside and self.team.gradients_left()[1]
-            return _CHANGED if inside or any(gradient is not None for gradient in now) else None
+            return _CHANGED if self._has_any(now) else None
         before, versions = self._left
         if not any(map(is_not, now, before)) and versions == [g._version for g in now if g is not None]:
             return None
@@ -61,7 +62,19 @@ class GradientWatch:
     def appeared(self) -> bool:
         """Whether a parameter has a gradient now that had none then."""
         before = self._left[0] if self._left is not None else [None] * len(self._watched)
-        return any(old is None and new.grad is not None for old, new in zip(before, self._watched, strict=True))
+        now = map(_GRADIENT, self._watched)
+        return any(map(_is_there, (new for old, new in zip(before, now, strict=True) if old is None)))
+
+    def _has_any(self, now: Sequence[torch.Tensor | None]) -> bool:
+        if any(map(_is_there, now)):
+            return True
+        left, inside = self.team.gradients_left() if self.team is not None and self.team.holds_inside else (0, 0)
+        return bool(inside or (left and not now))
+
+
+def _is_there(gradient: torch.Tensor | None) -> bool:
+    """Whether there is a gradient, and it is not all zeros, as `zero_grad(set_to_none=False)` leaves it."""
+    return gradient is not None and bool(values_here(gradient).any())
 
 
 _VANISHED = "vanished: something called zero_grad()"

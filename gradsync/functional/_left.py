@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from types import CodeType, FrameType
 
+    import torch
     from torch import nn
 
     from gradsync.functional._run import Run
@@ -40,16 +41,25 @@ def mark(parameters: Iterable[nn.Parameter]) -> None:
             setattr(parameter.grad, _LEFT, parameter.grad._version)
 
 
-def insist_on_none_left(team: Team) -> None:
-    """Raise where a window begins with gradients of an update, or of a loop that was left."""
+def insist_on_none_left(team: Team) -> list[torch.Tensor]:
+    """Raise where a window begins with gradients of an update, or of a loop that was left.
+
+    Returns of each other gradient whether it has a value that is not zero.
+    """
     gradients = [parameter.grad for parameter in team.parameters if parameter.grad is not None]
-    left = [gradient for gradient in gradients if vars(gradient).get(_LEFT) == gradient._version]
-    if any(values_here(gradient).any() for gradient in left):  # .data.zero_() makes no new version
+    there = [values_here(gradient).any() for gradient in gradients]
+    left = [one for gradient, one in zip(gradients, there, strict=True) if _is_marked(gradient)]
+    if any(left):  # their values count, because .data.zero_() makes no new version
         raise GradSyncError(
             f"A window must begin without gradients, but {len(left)} parameters still have those of an update, or of a "
             "loop over sync_every that was left in the middle of a window. Call optimizer.zero_grad() after each "
             "optimizer.step(), and behind such a loop."
         )
+    return there
+
+
+def _is_marked(gradient: torch.Tensor) -> bool:
+    return bool(vars(gradient).get(_LEFT) == gradient._version)
 
 
 def insist_on_none_inside(team: Team) -> None:

@@ -136,6 +136,7 @@ class Turn:
                 self._run.pass_by()
             return
         if self._closing is None:
+            self._run.insist_on_same(place)
             raise GradSyncError(
                 f"The last micro-step of a window must run a backward, which synchronises the window, but that of "
                 f"window {place.window} ended without one. Call step.backward(loss) in each turn, or end the loop."
@@ -192,10 +193,11 @@ class Turn:
 
     def _close(self, place: Place, closing: Closing | None) -> None:
         """After the backward; `closing` is None in a held place."""
-        self._closing, self._broken = closing, False
+        self._broken = False
         self._watch.after_backward(place, closing)
         if closing is None:
             return
+        self._note(closing)
         team = self._run.fitting_team()
         self.is_empty = closing.factor is None
         if closing.factor is None:
@@ -213,6 +215,8 @@ class Turn:
         if not place.last and not any(engine.owes_first for engine in self._run.fitting_team().engines):
             return
         if self._over is None:
+            if not self._run.fitting_team().holds_inside:  # their parameters are gathered now
+                self._run.insist_on_same(place)
             self._over = self._run.join(place, self._watch.reached, self._note)
         elif self._closing is not None and place.last:
             raise GradSyncError(
@@ -223,3 +227,4 @@ class Turn:
 
     def _note(self, closing: Closing | None) -> None:
         self._closing = closing
+        self._watch.note(closing)

@@ -97,11 +97,23 @@ class Run:
         ends = lane is not None and lane.enter()
         window = self._open_window
         last = ends or window.index + 1 >= window.size
-        if goes_on and last:
-            window.team.check(self.name, who.models, who.optimizers)
+        place = Place(window.number, window.index, window.size, last)
+        if goes_on and window.team.holds_inside:
+            self.insist_on_same(place)  # a forward of other parameters could wait for the other ranks, or fail
         elif goes_on:
             window.team.check_trainable(self.name)
-        return Place(window.number, window.index, window.size, last)
+        return place
+
+    def insist_on_same(self, place: Place) -> None:
+        """Raise if models or optimizers have changed since the window was opened. In held places, by `requires_grad`.
+
+        Asked before each backward, because a body may change them too.
+        """
+        team = self._open_window.team
+        if place.last:
+            team.check(self.name, self.who.models, self.who.optimizers)
+        else:
+            team.check_trainable(self.name)
 
     def stand_in(self, lane: Lane, part: Part) -> Place:
         """The place of this rank in a window of the other ranks, after its own data has ended."""
@@ -129,6 +141,7 @@ class Run:
         Returns None in a held place, and at the boundary what came to the window: make the update, then call `close`.
         An exception of a type in `skip` is not raised; it drops the window on all ranks.
         """
+        self.insist_on_same(place)
         window = self._open_window
         tensor, seed = window.take(loss, scaler)
         window.num_own += 1
@@ -145,6 +158,7 @@ class Run:
 
         `loss` is that of the whole micro-batch. The caller arms `order.armed`, runs the backward, and calls `end`.
         """
+        self.insist_on_same(place)
         window = self._open_window
         window.add(loss)
         window.num_own += 1

@@ -14,7 +14,7 @@ from gradsync._errors import GradSyncError
 from gradsync.engines import attach, find, ungather
 from gradsync.functional._backward import Hold
 from gradsync.functional._bystanders import Bystanders
-from gradsync.functional._gradients import discard
+from gradsync.functional._gradients import discard, values_here
 from gradsync.functional._owned import owned
 from gradsync.functional._snapshot import Snapshot
 from gradsync.functional._table import NOTHING
@@ -144,9 +144,10 @@ class Team:
         return {id(leaf) for engine in self.engines if engine.swaps_storage for leaf in engine.leaves}
 
     def gradients_left(self) -> tuple[int, int]:
-        """How many parameters have a gradient, and how many gradients engines hold elsewhere."""
+        """How many parameters have a gradient that is not all zeros, and how many gradients engines hold elsewhere."""
         inside = sum(engine.num_held() for engine in self.engines if engine.holds_inside)
-        return sum(parameter.grad is not None for parameter in self.parameters), inside
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return sum(bool(values_here(gradient).any()) for gradient in gradients), inside
 
     def drop_gradients(self) -> None:
         """Discard what is accumulated, inside engines too."""
@@ -175,7 +176,8 @@ _FLAG = attrgetter("requires_grad")  # for `map`, which is three times as fast a
 
 _CHANGED = (
     "The participants of {name} must stay the same within a window, but they changed in the middle of one: {what}. "
-    "Make such a change between windows, where progress.index is 0, or call flush() or reset() first."
+    "Make such a change between windows, where progress.index is 0, and not in the body of a call or turn; or call "
+    "flush() or reset() first."
 )
 
 

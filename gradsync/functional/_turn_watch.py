@@ -40,11 +40,12 @@ class TurnWatch:
         self._at_ends: PlainBackward | None = None  # the hooks at the first and the last parameter, to be used again
         self._gradients = GradientWatch()
         self._is_blind = False  # whether the engines keep gradients, where that watch does not see them
+        self._older: Sequence[torch.Tensor] = ()  # for each gradient that a window began with: whether it was not zero
         self._steps = StepWatch(run)
 
     def begin(self, place: Place) -> None:
         """A turn begins."""
-        self._steps.place, self._steps.is_normalised = place, False
+        self._steps.place, self._steps.closing = place, None
         if not place.index:
             team = self._run.fitting_team()
             insist_on_none_inside(team)
@@ -83,7 +84,7 @@ class TurnWatch:
             self._plain.stop()
             self._plain = None
         if not place.index:
-            insist_on_none_left(self._run.fitting_team())
+            self._older = insist_on_none_left(self._run.fitting_team())
             if self._gradients.appeared():
                 raise mixed(place)
             return
@@ -96,12 +97,21 @@ class TurnWatch:
                 "gradients where step.last is true."
             )
 
+    def note(self, closing: Closing | None) -> None:
+        """The window has synchronised."""
+        self._steps.closing = closing
+
     def after_backward(self, place: Place, closing: Closing | None) -> None:
         """That backward has ended."""
         if closing is None:
             self._gradients.remember()
-        else:
-            self._steps.is_normalised = closing.factor not in {None, 1.0}
+        elif closing.factor != 1.0 and any(self._older):
+            raise GradSyncError(
+                "A window that is no full one, or that has counts, must begin without gradients, because all of them "
+                f"are multiplied in the end, but window {place.window} began with {len(self._older)} of an earlier "
+                "window, or of backwards of your own. Clear them before. Models that are not stepped after each window "
+                "need a sync_every of their own."
+            )
         if place.window < _NUM_LOOKED_AT:
             self._plain = self._everywhere().watch()
         elif closing is not None or self._is_blind:
@@ -145,7 +155,7 @@ class StepWatch:
 
     def __init__(self, run: Run) -> None:
         self.place: Place | None = None  # of the current turn
-        self.is_normalised = False  # whether the gradients of the models have been multiplied by a factor
+        self.closing: Closing | None = None  # of the window, once it has synchronised
         self._run = run
         watch_steps(self)
 
@@ -160,14 +170,16 @@ class StepWatch:
         team, stepped = self._run.fitting_team(), owned([optimizer])
         if team.ids.isdisjoint(map(id, stepped)):
             return
-        if not self.place.last:
+        if self.closing is None:
+            self._run.insist_on_same(self.place)  # what was unfrozen in the body has had no backward of the window's
+            where = "before the backward of the last one" if self.place.last else "on one that is held"
             raise GradSyncError(
-                "An optimizer may step on the last micro-step of a window only, where the gradients are synchronised, "
-                "but optimizer.step() came on one that is held. Write: if step.last: optimizer.step(); "
-                "optimizer.zero_grad()."
+                "An optimizer may step on the last micro-step of a window only, behind its backward, where the "
+                f"gradients are synchronised, but optimizer.step() came {where}. Write behind the backward: if "
+                "step.last: optimizer.step(); optimizer.zero_grad()."
             )
         left = [one for one in stepped if id(one) not in team.ids and one.grad is not None]
-        if left and (team.num_ranks > 1 or self.is_normalised):
+        if left and (team.num_ranks > 1 or self.closing.factor not in {None, 1.0}):
             self._insist_on_models(left)
         if not self._run.is_plain:
             mark(stepped)

@@ -1,4 +1,4 @@
-"""The stories on several ranks take minutes: `pytest -m slow tests/changes` runs them, and a plain pytest one of each kind.
+"""The stories on several ranks take minutes: `pytest -m slow tests/changes` runs them, and a plain pytest one of each kind, and what is quick.
 
 What runs in this process alone is quick, and runs always.
 """
@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-ALWAYS = "test_one_of_each.py"
+ALWAYS = {"test_one_of_each.py", "test_in_the_body.py"}
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         path = Path(item.fspath)
-        if HERE in path.parents and path.name != ALWAYS and "ranks" in item.fixturenames:
+        if HERE in path.parents and path.name not in ALWAYS and "ranks" in item.fixturenames:
             item.add_marker(pytest.mark.slow)

@@ -231,3 +231,15 @@ def test_a_state_from_somewhere_else():
     step, model, optimizer = made()
     with pytest.raises(ValueError, match="version None"):
         step.load_state_dict({})
+
+
+def test_zeros_are_no_gradients_of_ones_own():
+    """`zero_grad(set_to_none=False)` after a backward of one's own, before the first window and between two."""
+    _, model, optimizer = made()
+    step = accumulating(steps=2)(lambda model, optimizer: mean_loss(model, X))
+    for _ in range(2):
+        mean_loss(model, X).backward()
+        optimizer.zero_grad(set_to_none=False)
+        for _ in range(2):
+            step(model, optimizer)
+    assert step.progress.updates == 2

@@ -134,6 +134,56 @@ def test_a_zero_grad_that_was_forgotten(ranks, engine, size):
     refused(verdicts(ranks(size), habit, engine, {"update": update_only}), "still have those of an update", "zero_grad")
 
 
+def step_early(loop: Loop) -> None:
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("at", [At(1, 1), At(1, 2)], ids=repr)
+@pytest.mark.parametrize(("engine", "size"), HOMES)
+def test_a_step_before_the_backward_of_the_last_micro_step(ranks, engine, size, at):
+    said = verdicts(ranks(size), habit, engine, {"before": step_early, "at": at, "update": clear})
+    refused(said, "behind its backward, where the gradients are synchronised", "before the backward of the last one|held")
+
+
+def two_rates(engine: str, lengths: list[int], counts: bool):
+    """One model steps after each window, the other one at the end: it keeps its gradients over windows."""
+    rank, homes = dist.get_rank(), [on_engine(small_model(unused=False), engine) for _ in range(2)]
+    first, second = (FullRecorder(home.parameters()) for home in homes)
+
+    def run() -> None:
+        for step, x in sync_every(homes, STEPS, [micro_batch(rank, i) for i in range(lengths[rank])]):
+            loss = sum(mean_loss(home, x) for home in homes)
+            step.backward(3 * loss if counts else loss, count=3 if counts else None)
+            if step.last:
+                update_and_clear(type("One", (), {"optimizer": first}))
+        second.step()
+        twin = small_model(unused=False)
+        for window in cut(lengths, STEPS):
+            window_mean(twin, window).backward()
+        compare(second.seen, [[parameter.grad for parameter in twin.parameters()]])
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize(("lengths", "counts"), [([6, 6], False), ([5, 5], False), ([6, 4], False), ([6, 6], True)])
+@pytest.mark.parametrize("engine", ["bare", "ddp", "fsdp2"])
+def test_a_model_that_steps_after_several_windows(ranks, engine, lengths, counts):
+    """Exact in full windows. A factor of the last window would also multiply what is there from the first: an error."""
+    said = verdicts(ranks(2), two_rates, engine, lengths, counts)
+    exact(said) if lengths == [6, 6] and not counts else refused(said, "must begin without gradients", "a sync_every of their own")
+
+
+def make_zeros(loop: Loop) -> None:
+    for parameter in loop.home.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+@pytest.mark.parametrize("engine", ["bare", "ddp"])
+def test_zeros_are_no_gradients(ranks, engine):
+    exact(verdicts(ranks(2), habit, engine, {"before": make_zeros, "at": At(None, 0)}))
+
+
 @pytest.mark.parametrize("how", [{}, {"before": clear, "at": At(None, 0), "update": update_only},
                                  {"update": fill_with_zeros}, {"update": write_zeros}], ids=["behind it", "before", "zeros", "data"])  # fmt: skip
 @pytest.mark.parametrize(("engine", "size"), HOMES)

@@ -392,3 +392,36 @@ def run_by_one_that_divides():
 def test_what_divides_by_itself_may_not_run_the_backward(ranks):
     for said in ranks(2).run(run_by_one_that_divides):
         assert "divides it by its gradient_accumulation_steps, which are 2" in said
+
+def cleared_on_fsdp1(kind: str, when: str, original: bool):
+    """Gradients are cleared before a window, or made zeros after it."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    home = FSDP(small_model(), device_id=torch.device("cpu"), use_orig_params=original)
+    optimizer = torch.optim.SGD(home.parameters(), lr=0.1)
+
+    def run():
+        for step, x in sync_every(home, 2, [micro_batch(rank, i) for i in range(6)]):
+            if when == "before" and not step.index:
+                optimizer.zero_grad()
+            loss = mean_loss(home, x)
+            (loss / step.size).backward() if kind == "plain" else step.backward(loss)
+            if step.last:
+                optimizer.step()
+                if when == "zeros":
+                    optimizer.zero_grad(set_to_none=False)
+        twin = train(small_model(), cut([6] * size, 2), window_mean)[1]
+        with FSDP.summon_full_params(home):
+            mine = torch.cat([parameter.flatten() for parameter in home.parameters()])
+        right = torch.cat([parameter.flatten() for parameter in twin.parameters()])
+        assert torch.allclose(mine[: right.numel()], right, atol=1e-12)
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.parametrize("when", ["before", "zeros"])
+@pytest.mark.parametrize("kind", ["plain", "step"])
+def test_gradients_of_fsdp1_are_cleared_as_one_likes(ranks, kind, when, original):
+    exact(verdicts(ranks(2), cleared_on_fsdp1, kind, when, original))
