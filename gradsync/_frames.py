@@ -1,7 +1,8 @@
-"""How a loop was left, which a generator cannot know from the `GeneratorExit` that it gets."""
+"""Who draws from a loop, and how it was left, which a generator cannot know from the `GeneratorExit` that it gets."""
 
 from __future__ import annotations
 
+import sys
 from dis import opname
 from inspect import CO_GENERATOR
 from typing import TYPE_CHECKING
@@ -18,6 +19,21 @@ def drawn_by(frame: FrameType | None) -> list[CodeType]:
         codes.append(frame.f_code)
         frame = frame.f_back if frame.f_code.co_flags & CO_GENERATOR else None
     return codes
+
+
+def driver_of(frame: FrameType | None) -> tuple[int, CodeType] | None:
+    """The function call that draws the items that are yielded to this frame: its frame's id, and its code."""
+    while frame is not None and frame.f_code.co_flags & CO_GENERATOR:
+        frame = frame.f_back
+    return None if frame is None else (id(frame), frame.f_code)
+
+
+def is_running(driver: tuple[int, CodeType] | None) -> bool:
+    """Whether that call has not returned, in this thread. A loop in it that was left may still be referenced."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (id(frame), frame.f_code) != driver:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_left_on_purpose(frame: FrameType | None, loop: Collection[CodeType], *more: str) -> bool:

@@ -32,6 +32,9 @@ TRAVELLING: weakref.WeakSet[Any] = weakref.WeakSet()
 OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
 """The runs with an open window, of all functions: a parameter can be in one open window only."""
 
+LOOPS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The loops that are under way, of all functions: in one at a time, ranks may have different numbers of items."""
+
 FUNCTIONS: weakref.WeakSet[Any] = weakref.WeakSet()
 """The windows of each decorated function: as the program ends, those still open are warned about."""
 

@@ -44,7 +44,7 @@ class Over(Generic[T]):
         loop = Loop(name, length(self._iterable), lambda: _runs(decorated))
         with ExitStack() as stack:
             # The loop may be referenced longer than its data and its instances are needed.
-            stack.callback(loop.kept.clear)
+            stack.callback(loop.end)
             stack.callback(decorated.clear)
             for position, registry in enumerate(registries):
                 stack.enter_context(registry.loops.running(loop, position))

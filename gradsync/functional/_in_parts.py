@@ -98,7 +98,9 @@ class PartedBackward:
 
     def weigh(self, loss: torch.Tensor | LossSum, weight: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The tensor from which the backward of a part runs, and the gradient to begin with (None: 1)."""
-        tensor, seed = self.run.weigh(loss, self._scaler)
+        window = self.run.window
+        assert window is not None, "a place has been started"
+        tensor, seed = window.weigh(loss, self._scaler)
         if weight != 1.0:
             seed = torch.full_like(tensor, weight) if seed is None else seed * weight
         return tensor, seed

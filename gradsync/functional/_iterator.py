@@ -93,4 +93,5 @@ def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Itera
         raise
     finally:
         turn.end()
+        loop.end()
     run.abandon()

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
+import sys
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradsync._errors import GradSyncError
+from gradsync._frames import driver_of, is_running
+from gradsync._registry import LOOPS
 from gradsync.functional._data import Data
 from gradsync.functional._exchange import alike
 from gradsync.functional._lockstep import Lockstep, StandIn
-from gradsync.functional._loop_checks import check_lengths, check_repeats, insist_on_windows
+from gradsync.functional._loop_checks import (
+    check_lengths,
+    check_repeats,
+    insist_on_even_around,
+    insist_on_windows,
+    refuse_to_rest,
+)
 from gradsync.functional._place import Part
 from gradsync.functional._table import NOBODY, Share
 from gradsync.functional._tail import ends_with_data
@@ -20,6 +29,7 @@ from gradsync.ranks.meet import meet_with_data, nothing_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import CodeType
 
     from gradsync.functional._place import Place
     from gradsync.functional._run import Run
@@ -42,6 +52,9 @@ class Loop:
         self.is_superseded = False  # whether another loop of the same calls has begun before the end of this one
         self.called_from: object = None  # where the last call came from, if there were items without a call
         self.kept: dict[Run, Any] = {}  # keeps what a replay needs alive until the loop ends
+        self.is_uneven = False  # whether ranks are known to have different numbers of items
+        self.driver: tuple[int, CodeType] | None = None  # the call that draws the items
+        self._around: dict[Loop, int] = {}  # loops that were under way before it, and how many items they had had
         self._talk = Talk(name, runs)
         self._lockstep = Lockstep(self.data, self._talk)
         self._lanes: dict[Run, _Lane] = {}
@@ -68,7 +81,16 @@ class Loop:
         Where the length is not known, one item is drawn ahead; two where ranks tell each other of the next call before
         it begins.
         """
+        self.driver = driver_of(sys._getframe(1))
+        self._around = {other: other.data.num_items for other in self._beside()}
+        LOOPS.add(self)
         return self.data.items(iterable, self.name, lambda: 2 if self._talk.is_in_lockstep else 1)
+
+    def end(self) -> None:
+        """The loop is over, or was left."""
+        LOOPS.discard(self)
+        self.kept.clear()
+        self._around.clear()
 
     def calls_once(self, run: Run) -> None:
         """Declare that the run is called once for each item."""
@@ -139,9 +161,17 @@ class Loop:
         The caller repeats or misses each of them (its `part` says which), and closes windows, before the next.
         """
         self.data.end()
+        try:
+            yield from self._rest()
+        finally:
+            self.end()
+
+    def _rest(self) -> Iterator[StandIn]:
         if (self._talk.chief is None and not self._meet_without_item()) or self._talk.team.num_ranks == 1:
             yield from self._close_alone()
             return
+        if not self._all_know_the_end:
+            refuse_to_rest(self.name, [other.name for other in self._beside() if self._takes_turns_with(other)])
         with WaitingFor(lambda: f"the windows of {self.name} that other ranks may still have"):
             while not self._all_know_the_end:
                 turn = self._lockstep.next(self._stand_in) if self._talk.is_in_lockstep else self._next()
@@ -182,6 +212,17 @@ class Loop:
     def _stand_in(self, run: Run, part: Part) -> Place:
         return run.stand_in(self.lane(run), part)
 
+    # -- other loops -------------------------------------------------------------------------------------------------
+
+    def _beside(self) -> list[Loop]:
+        """The other loops of this thread that are under way."""
+        others = [one for one in LOOPS if one is not self and one.thread == self.thread]
+        return [one for one in others if is_running(one.driver)]
+
+    def _takes_turns_with(self, other: Loop) -> bool:
+        """Whether both draw items by turns (`zip`), and this loop is not inside one turn of the other."""
+        return other.data.num_items != self._around.get(other)
+
     # -- meetings ---------------------------------------------------------------------------------------------------
 
     def _meet(self, run: Run) -> None:
@@ -200,9 +241,12 @@ class Loop:
                 "open": run.index,
                 "once": data.calls_once(run),
                 "can repeat": not data.has_ended or run.can_repeat,
+                "around": next((other.name for other in self._beside() if other.is_uneven), None),
             },
         )
         insist_on_windows([one["windows"] for one in said])
+        insist_on_even_around(self.name, [one["around"] for one in said])
+        self.is_uneven = len({one["items"] for one in said} - {None}) > 1
         self._is_as_long = data.length is not None and all(one["items"] == data.length for one in said)
         talk.shares = [
             Share(

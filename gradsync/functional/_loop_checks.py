@@ -38,3 +38,29 @@ def check_lengths(lengths: Sequence[int | None], name: str) -> None:
             f"SyncBatchNorm waits for every rank in each forward, so that all need equally many items in {name}, but "
             f"{told}. Give each rank as many, in an iterable with a length."
         )
+
+
+def insist_on_even_around(name: str, around: Sequence[str | None]) -> None:
+    """Raise on every rank if a loop begins in the middle of another one, with different numbers of items."""
+    uneven = next((other for other in around if other is not None), None)
+    if uneven is not None:
+        raise GradSyncError(
+            f"Ranks may have different numbers of items in one loop at a time, but {name} began in the middle of "
+            f"{uneven}, in which they have: a rank that has run out there takes part in the others' windows, and comes "
+            f"to this loop at another time than they. {_ONE_LOOP}"
+        )
+
+
+def refuse_to_rest(name: str, beside: Sequence[str]) -> None:
+    """Raise where this rank has run out, and another loop goes on beside this one."""
+    if beside:
+        raise GradSyncError(
+            f"Ranks may have different numbers of items in one loop at a time, but this rank has run out in {name}, "
+            f"and others may not have, while {beside[0]} goes on beside it. {_ONE_LOOP}"
+        )
+
+
+_ONE_LOOP = (
+    "Make one loop of both, sync_every([model, other], ...) or a.over(b.over(data)), or give each rank equally many "
+    "items, in iterables with a length."
+)

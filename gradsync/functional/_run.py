@@ -147,12 +147,6 @@ class Run:
         window.num_own += 1
         return self._synchronise(place, lambda order: backward(tensor, order, seed=seed, run=run))
 
-    def weigh(
-        self, loss: torch.Tensor | LossSum, scaler: GradScaler | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The tensor from which to run the backward of a loss, and the gradient to begin with (None: 1)."""
-        return self._open_window.weigh(loss, scaler)
-
     def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Begun:
         """Begin a backward that the caller runs by itself. In the last place, the table leaves.
 
