@@ -123,7 +123,7 @@ class Run:
 
     def holding(self, place: Place) -> AbstractContextManager[Any]:
         """A context for a micro-batch's forward and backward, in which the engines hold gradients back."""
-        hold = self._open_window.team.hold
+        hold = self._open_window.team.holding(self.name, self.who.models)
         if not profiler._is_profiler_enabled:
             return hold
         return both(named_range("gradsync.sync" if place.last else "gradsync.hold"), hold)

@@ -16,6 +16,8 @@ from gradsync.functional._backward import Hold
 from gradsync.functional._bystanders import Bystanders
 from gradsync.functional._gradients import discard, values_here
 from gradsync.functional._owned import owned
+from gradsync.functional._ranges import both
+from gradsync.functional._second_engine import SecondEngineWatch
 from gradsync.functional._snapshot import Snapshot
 from gradsync.functional._table import NOTHING
 from gradsync.ranks.group import require_group
@@ -25,6 +27,7 @@ from gradsync.ranks.meet import insist, meet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
     from torch.optim import Optimizer
@@ -51,6 +54,7 @@ class Team:
         require_group(name)
         ungather(models)
         self.name = name
+        self._is_new = True  # whether no micro-batch of it has run
         self.kind = NOTHING  # of losses, once the ranks have compared it in words
         self.seeds: dict[Any, torch.Tensor] = {}  # the gradients that backwards begin with, by what they depend on
         mine = owned(optimizers)
@@ -93,6 +97,13 @@ class Team:
         # Those whose gradient is the same object from one micro-batch to the next.
         self.watchable = [parameter for parameter in self.parameters if id(parameter) not in moving]
         self._gathering = [engine for engine in (*engines, *bystanders.engines) if engine.holds_inside]
+
+    def holding(self, name: str, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """A context for a micro-batch, in which the engines hold gradients back."""
+        is_new, self._is_new = self._is_new, False
+        if is_new and self.num_ranks > 1:
+            return both(SecondEngineWatch(name, models, self.ids), self.hold)
+        return self.hold
 
     def fits(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> bool:
         """Whether models and optimizers are as they were. Asked when a window opens."""
