@@ -26,13 +26,15 @@ def behind(module: nn.Module) -> DistributedDataParallel | None:
 def find_ddps(models: Iterable[nn.Module], known: Iterable[WatchedDDP]) -> list[WatchedDDP]:
     """Return the DDPs in `models` that are not among `known`."""
     seen = {id(one.ddp) for one in known}
+    wrapped: set[int] = set()  # modules inside a DDP, which one that was behind them earlier no longer concerns
     found = []
     for model in models:
         for module in model.modules():
             owner = None
             if isinstance(module, DistributedDataParallel):
                 ddp: DistributedDataParallel | None = module
-            elif (ddp := behind(module)) is not None:
+                wrapped |= set(map(id, module.module.modules()))
+            elif id(module) not in wrapped and (ddp := behind(module)) is not None:
                 owner = module
             else:
                 ddp = _inside_replicate(module)

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import gradsync
 from gradsync._audit import audit, find, watch
 from gradsync._errors import GradSyncError
 from tests.support.ranks import GROUP_TIMEOUT
@@ -681,6 +682,25 @@ def nested_audits():
     same = hooks(model, optimizer) == before
     inner_numbers = (inner.backwards, inner.syncs, inner.updates, inner.wasted)
     return outcome(outer, live=live, inner=inner_numbers, same=same)
+
+
+@loop()
+def a_wrapper_after_a_ddp_behind():
+    """The DDP that was behind the module once has nothing to do with it now."""
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for micro in gradsync.sync_every(module, 1):
+        micro.backward(module(batch()).sum())
+        step(optimizer)
+        break
+    optimizer.zero_grad()
+    model = gradsync.ddp(module)
+    with audit(model, optimizer) as report:
+        with gradsync.no_sync(model):
+            model(batch()).sum().backward()
+        gradsync.sync_gradients(model)
+        step(optimizer)
+    return outcome(report)
 
 
 @loop()

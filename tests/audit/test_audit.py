@@ -306,6 +306,11 @@ def test_audits_nest_and_are_read_inside(two_ranks):
         assert one.same
 
 
+def test_a_wrapper_after_a_ddp_behind(two_ranks):
+    for one in outcomes(two_ranks, loops.a_wrapper_after_a_ddp_behind):
+        assert (one.syncs, one.updates, one.missed) == (1, 1, 0)
+
+
 def test_an_engine_that_it_cannot_see_into_is_refused(two_ranks):
     """Rather than a report of zeros; and nothing stays behind."""
     for one in outcomes(two_ranks, loops.engines_that_it_cannot_see_into):
