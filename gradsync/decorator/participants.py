@@ -46,7 +46,8 @@ class Finder:
 
         The instance of a method may be a model; a trainer that has a `step` and optimizers is no scheduler.
         """
-        found = [one for one in (*args, *kwargs.values()) if kind_of(one) is not None]
+        came = (*args, *kwargs.values()) if kwargs else args
+        found = [one for one in came if type(one) not in _DATA and kind_of(one) is not None]
         if instance is not None:
             args = (instance, *args)
             if isinstance(instance, nn.Module):

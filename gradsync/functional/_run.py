@@ -100,8 +100,6 @@ class Run:
         place = Place(window.number, window.index, window.size, last)
         if goes_on and window.team.holds_inside:
             self.insist_on_same(place)  # a forward of other parameters could wait for the other ranks, or fail
-        elif goes_on:
-            window.team.check_trainable(self.name)
         return place
 
     def insist_on_same(self, place: Place) -> None:
@@ -123,7 +121,8 @@ class Run:
 
     def holding(self, place: Place) -> AbstractContextManager[Any]:
         """A context for a micro-batch's forward and backward, in which the engines hold gradients back."""
-        hold = self._open_window.team.holding(self.name, self.who.models)
+        team = self._open_window.team
+        hold = team.first_hold(self.name, self.who.models) if team.is_new else team.hold
         if not profiler._is_profiler_enabled:
             return hold
         return both(named_range("gradsync.sync" if place.last else "gradsync.hold"), hold)
@@ -145,7 +144,7 @@ class Run:
         window = self._open_window
         tensor, seed = window.take(loss, scaler)
         window.num_own += 1
-        return self._synchronise(place, lambda order: backward(tensor, order, seed=seed, run=run))
+        return self._synchronise(window, place, lambda order: backward(tensor, order, seed=seed, run=run))
 
     def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Begun:
         """Begin a backward that the caller runs by itself. In the last place, the table leaves.
@@ -175,7 +174,7 @@ class Run:
 
         if begun.boundary is not None:
             return begun.boundary.conclude(conclude)
-        self._hold_back(conclude)
+        self._hold_back(self._open_window, conclude)
         return None
 
     def spoil(self, place: Place, error: BaseException) -> Closing | None:
@@ -191,16 +190,17 @@ class Run:
         """
         tensor = loss.loss if isinstance(loss, LossSum) else loss
         check_loss(tensor)
-        zeros = weightless(self._open_window.team.leaves)
+        window = self._open_window
+        zeros = weightless(window.team.leaves)
         try:
-            return self._synchronise(place, lambda order: backward(tensor, order, run=run))
+            return self._synchronise(window, place, lambda order: backward(tensor, order, run=run))
         finally:
             zeros.remove()
 
     def miss(self, place: Place) -> Closing | None:
         """Run nothing in this place. In the last place, what is held synchronises without a backward."""
         window = self._open_window
-        return self._synchronise(place, lambda _: reduce(window.active, window.asked) if place.last else None)
+        return self._synchronise(window, place, lambda _: reduce(window.active, window.asked) if place.last else None)
 
     def drop(self, place: Place) -> Closing | None:
         """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean."""
@@ -326,18 +326,17 @@ class Run:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _synchronise(self, place: Place, work: Callable[[Order], None]) -> Closing | None:
+    def _synchronise(self, window: Window, place: Place, work: Callable[[Order], None]) -> Closing | None:
         """Do the work of a place: held, or in the last place together with the other ranks."""
         if place.last:
             boundary = self._boundary()
             return boundary.conclude(lambda: work(boundary.order()))
-        order = self._order_of_held(self._open_window)
-        self._hold_back(lambda: work(order))
+        order = self._order_of_held(window)
+        self._hold_back(window, lambda: work(order))
         return None
 
-    def _hold_back(self, work: Callable[[], None]) -> None:
+    def _hold_back(self, window: Window, work: Callable[[], None]) -> None:
         """Do the work of a held place."""
-        window = self._open_window
         try:
             work()
         except self.terms.skip as error:

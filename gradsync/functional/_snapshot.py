@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from operator import is_
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,12 +46,14 @@ class Snapshot:
     models: Sequence[_Parameter]
     num_inside: int  # how many of these, from the first, are in a model
     owned: Sequence[nn.Parameter]
+    owned_ids: Sequence[int]
     roots: Sequence[int]  # the ids of the models,
     modules: Sequence[_Module]  # and all modules in them
     wrappers: Sequence[int]  # places and ids of the modules that an engine is made for
     emptied: Sequence[int]  # the ids of the modules whose parameters an engine has put into others
     kinds: Mapping[type, bool]  # the classes of all modules, and whether an engine is made for each
-    world: object  # the default process group, if it has several ranks
+    group: object  # the default process group,
+    world: object  # and the same if it has several ranks
 
     @classmethod
     def of(
@@ -98,9 +99,21 @@ class Snapshot:
                         found[parameter] = None
         mine = tuple(owned)
         alike = tuple(_likeness(p, trained) for p in dict.fromkeys((*found, *mine)))
-        world = dist.group.WORLD if several_ranks() else None
+        group = dist.group.WORLD
         kinds = {kind: kinds[kind] for kind in seen}
-        return cls(alike, len(found), mine, roots, modules, wrappers, hollow, kinds, world)
+        return cls(
+            models=alike,
+            num_inside=len(found),
+            owned=mine,
+            owned_ids=[*map(id, mine)],
+            roots=roots,
+            modules=modules,
+            wrappers=wrappers,
+            emptied=hollow,
+            kinds=kinds,
+            group=group,
+            world=group if several_ranks() else None,
+        )
 
     def is_still(  # noqa: PLR0911 - quick: nothing is looked at after the first difference
         self,
@@ -112,8 +125,8 @@ class Snapshot:
         """Whether nothing at all has changed (quick). `is_like` ignores changes that no engine minds."""
         if self.roots != [*map(id, models)]:
             return False
-        mine = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
-        if len(mine) != len(self.owned) or not all(map(is_, mine, self.owned)):
+        mine = [id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]]
+        if mine != self.owned_ids or self.group is not dist.group.WORLD:
             return False
         for ref, kind, parameters, children in self.modules:
             module = ref()
@@ -127,7 +140,7 @@ class Snapshot:
                 return False
             if trainable != (parameter.requires_grad and id(parameter) in trained):
                 return False
-        return self.world is (dist.group.WORLD if several_ranks() else None)
+        return True
 
     def is_like(self, other: Snapshot) -> bool:
         """Whether nothing has changed that matters to an engine."""

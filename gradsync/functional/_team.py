@@ -54,7 +54,7 @@ class Team:
         require_group(name)
         ungather(models)
         self.name = name
-        self._is_new = True  # whether no micro-batch of it has run
+        self.is_new = True  # whether no micro-batch of it has run
         self.kind = NOTHING  # of losses, once the ranks have compared it in words
         self.seeds: dict[Any, torch.Tensor] = {}  # the gradients that backwards begin with, by what they depend on
         mine = owned(optimizers)
@@ -98,12 +98,10 @@ class Team:
         self.watchable = [parameter for parameter in self.parameters if id(parameter) not in moving]
         self._gathering = [engine for engine in (*engines, *bystanders.engines) if engine.holds_inside]
 
-    def holding(self, name: str, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """A context for a micro-batch, in which the engines hold gradients back."""
-        is_new, self._is_new = self._is_new, False
-        if is_new and self.num_ranks > 1:
-            return both(SecondEngineWatch(name, models, self.ids), self.hold)
-        return self.hold
+    def first_hold(self, name: str, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """`hold`, for the first micro-batch: it also looks for engines that only the body knows."""
+        self.is_new = False
+        return both(SecondEngineWatch(name, models, self.ids), self.hold) if self.num_ranks > 1 else self.hold
 
     def fits(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> bool:
         """Whether models and optimizers are as they were. Asked when a window opens."""
@@ -123,7 +121,6 @@ class Team:
             now = Snapshot.of(models, owned(optimizers), self.ids, self._snapshot, gathered, emptied=self._emptied)
             if not self._snapshot.is_like(now):
                 raise GradSyncError(_CHANGED.format(name=name, what=self._snapshot.changes(now)))
-        self.check_trainable(name)
         if not self._is_wired:
             what = "parameters were cast, though perhaps back again, or got another storage or memory format"
             raise GradSyncError(_CHANGED.format(name=name, what=what))
