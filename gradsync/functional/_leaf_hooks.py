@@ -41,17 +41,17 @@ class PlainBackward:
         self.reached: set[int] = set()  # the ids of the leaves that the backward came to
         self._begin = begin
         trained = [leaf for leaf in leaves if leaf.requires_grad]
-        # The nodes are kept alive here, because a leaf refers to its node weakly.
-        nodes = [(get_gradient_edge(leaf).node, leaf) for leaf in trained if id(leaf) not in swapped]
-        self._registers = [partial(node.register_prehook, partial(self._reach, id(leaf))) for node, leaf in nodes]
+        # The nodes are kept alive here, because a leaf refers to its node weakly. When this object goes, they must go
+        # at once: a leaf that is resized in place needs a new one. So nothing in this list refers to this object.
+        nodes = [(get_gradient_edge(leaf).node, id(leaf)) for leaf in trained if id(leaf) not in swapped]
+        self._places: list[tuple[Callable[..., Any], int]] = [(node.register_prehook, leaf) for node, leaf in nodes]
         # A tensor hook cannot tell torch.autograd.grad from a backward, but nobody can call that for such a leaf.
-        flat = [leaf for leaf in trained if id(leaf) in swapped]
-        self._registers += [partial(leaf.register_hook, partial(self._reach, id(leaf))) for leaf in flat]
+        self._places += [(leaf.register_hook, id(leaf)) for leaf in trained if id(leaf) in swapped]
         self._handles: list[Any] = []
 
     def watch(self) -> PlainBackward:
         """Begin to watch. It may be done again after `stop`."""
-        self._handles = [register() for register in self._registers]
+        self._handles = [register(partial(self._reach, leaf)) for register, leaf in self._places]
         return self
 
     def stop(self) -> None:
