@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING
 
-from gradsync.functional._gradients import values_here
+from gradsync.functional._gradients import is_there
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,18 +63,15 @@ class GradientWatch:
         """Whether a parameter has a gradient now that had none then."""
         before = self._left[0] if self._left is not None else [None] * len(self._watched)
         now = map(_GRADIENT, self._watched)
-        return any(map(_is_there, (new for old, new in zip(before, now, strict=True) if old is None)))
+        return any(map(is_there, (new for old, new in zip(before, now, strict=True) if old is None)))
 
     def _has_any(self, now: Sequence[torch.Tensor | None]) -> bool:
-        if any(map(_is_there, now)):
+        if any(map(is_there, now)):
             return True
-        left, inside = self.team.gradients_left() if self.team is not None and self.team.holds_inside else (0, 0)
-        return bool(inside or (left and not now))
-
-
-def _is_there(gradient: torch.Tensor | None) -> bool:
-    """Whether there is a gradient, and it is not all zeros, as `zero_grad(set_to_none=False)` leaves it."""
-    return gradient is not None and bool(values_here(gradient).any())
+        team = self.team
+        if team is None or not team.holds_inside:
+            return False
+        return bool(team.num_inside()) if now else any(team.gradients_left())  # none is watched where engines move all
 
 
 _VANISHED = "vanished: something called zero_grad()"

@@ -167,6 +167,11 @@ def values_here(gradient: torch.Tensor) -> torch.Tensor:
     return _values(gradient) if local is None else local()
 
 
+def is_there(gradient: torch.Tensor | None) -> bool:
+    """Whether there is a gradient, and it is not all zeros, as `zero_grad(set_to_none=False)` leaves it."""
+    return gradient is not None and bool(values_here(gradient).any())
+
+
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 

@@ -14,7 +14,7 @@ from gradsync._errors import GradSyncError
 from gradsync.engines import attach, find, ungather
 from gradsync.functional._backward import Hold
 from gradsync.functional._bystanders import Bystanders
-from gradsync.functional._gradients import discard, values_here
+from gradsync.functional._gradients import discard, is_there
 from gradsync.functional._owned import owned
 from gradsync.functional._ranges import both
 from gradsync.functional._second_engine import SecondEngineWatch
@@ -151,11 +151,13 @@ class Team:
         """The ids of those leaves whose nodes in the graph nobody may hold."""
         return {id(leaf) for engine in self.engines if engine.swaps_storage for leaf in engine.leaves}
 
+    def num_inside(self) -> int:
+        """How many gradients engines hold elsewhere than at parameters."""
+        return sum(engine.num_held() for engine in self.engines if engine.holds_inside)
+
     def gradients_left(self) -> tuple[int, int]:
-        """How many parameters have a gradient that is not all zeros, and how many gradients engines hold elsewhere."""
-        inside = sum(engine.num_held() for engine in self.engines if engine.holds_inside)
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return sum(bool(values_here(gradient).any()) for gradient in gradients), inside
+        """How many parameters have a gradient that is not all zeros, which waits for a device; and `num_inside`."""
+        return sum(is_there(parameter.grad) for parameter in self.parameters), self.num_inside()
 
     def drop_gradients(self) -> None:
         """Discard what is accumulated, inside engines too."""

@@ -61,9 +61,7 @@ class TurnWatch:
     def end(self) -> None:
         """A turn ends."""
         self._steps.place = None
-        if self._plain is not None:
-            self._plain.stop()
-            self._plain = None
+        self._stop()
 
     def end_loop(self) -> None:
         """Called after the last turn. What refers to the models goes now, and waits for no garbage collection."""
@@ -80,9 +78,7 @@ class TurnWatch:
         if not self.is_explicit and self._run.is_plain:
             raise mixed(place)
         self.is_explicit = True
-        if self._plain is not None:
-            self._plain.stop()
-            self._plain = None
+        self._stop()
         if not place.index:
             self._older = insist_on_none_left(self._run.fitting_team())
             if self._gradients.appeared():
@@ -116,6 +112,11 @@ class TurnWatch:
             self._plain = self._everywhere().watch()
         elif closing is not None or self._is_blind:
             self._plain = self._somewhere().watch()
+
+    def _stop(self) -> None:
+        if self._plain is not None:
+            self._plain.stop()
+            self._plain = None
 
     def _everywhere(self) -> PlainBackward:
         team = self._run.fitting_team()

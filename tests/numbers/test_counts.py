@@ -14,6 +14,7 @@ from gradsync import LossSum
 from tests.support.models import small_model
 from tests.support.reference import cut, sum_loss, train
 from tests.support.reference import micro_batch
+from tests.support.traps import Trap
 from tests.support.verdicts import ENGINES, FullRecorder, compare, exact, items_of_rank, on_engine, refused, verdict, verdicts
 
 # What goes wrong where such counts are added in their own dtype: rounding, wrapping, or three Trues that are one.
@@ -187,18 +188,6 @@ def test_a_count_that_is_none_on_one_rank(ranks, engine, size, how, kind, place)
     refused(verdicts(ranks(size), bad_on_one, engine, how, kind, place), "count")
 
 
-class Fails(torch.autograd.Function):
-    """Passes a loss on; its backward raises."""
-
-    @staticmethod
-    def forward(ctx, loss):
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ArithmeticError
-
-
 def bad_on_one_and_a_failure_on_the_other():
     """Buffers are there too: after a table that is an error, no rank waits for them."""
     rank, model = dist.get_rank(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -207,7 +196,7 @@ def bad_on_one_and_a_failure_on_the_other():
     @gradsync.accumulating(steps=lambda window: 2, skip=ValueError)
     def step(model, optimizer, i):
         loss = model(torch.eye(2)).sum()
-        return gradsync.LossSum(Fails.apply(loss) if (rank, i) == (0, 1) else loss, math.nan if rank else 2)
+        return gradsync.LossSum(Trap.apply(loss, ArithmeticError()) if (rank, i) == (0, 1) else loss, math.nan if rank else 2)
 
     try:
         for i in range(2):

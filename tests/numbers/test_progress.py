@@ -10,6 +10,7 @@ import gradsync
 from gradsync import LossSum
 from tests.support.models import small_model
 from tests.support.reference import cut, mean_loss, micro_batch, sum_loss, train
+from tests.support.traps import Trap
 from tests.support.verdicts import ENGINES, FullRecorder, exact, items_of_rank, on_engine, verdict, verdicts
 
 HOMES = [*((one, 2) for one in ENGINES), ("bare", 1), ("bare", 3)]
@@ -70,18 +71,6 @@ def test_what_progress_says_of_a_window(ranks, engine, size, how, sums):
     exact(verdicts(ranks(size), closing, engine, how, sums))
 
 
-class Fails(torch.autograd.Function):
-    """Passes a loss on; its backward raises."""
-
-    @staticmethod
-    def forward(ctx, loss):
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ArithmeticError
-
-
 def skipped_at_the_boundary():
     """Rank 0 skips its boundary's backward, and the window is dropped on all ranks."""
     rank, model = dist.get_rank(), small_model()
@@ -90,7 +79,7 @@ def skipped_at_the_boundary():
     @gradsync.accumulating(steps=2, skip=ArithmeticError)
     def step(model, optimizer, i):
         loss = 0.0 * mean_loss(model, micro_batch(rank, i)) + 10.0 * (rank + 1)
-        return Fails.apply(loss) if (rank, i) == (0, 1) else loss
+        return Trap.apply(loss, ArithmeticError()) if (rank, i) == (0, 1) else loss
 
     for i in range(2):
         step(model, optimizer, i)

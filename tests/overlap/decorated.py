@@ -7,18 +7,7 @@ import torch.distributed as dist
 
 import gradsync
 from tests.overlap.loop import Model, Plan, optimizer_of, parameters_of, scheduler_of, state_of
-
-
-class Breaks(torch.autograd.Function):
-    """Raises in its backward."""
-
-    @staticmethod
-    def forward(ctx, loss):
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise KeyError
+from tests.support.traps import Trap
 
 
 class Training:
@@ -56,7 +45,7 @@ class Training:
             if (self.rank, index) in plan.infinite:
                 loss = loss * float("nan")
             if (self.rank, index) in plan.breaking:
-                loss = Breaks.apply(loss)
+                loss = Trap.apply(loss, KeyError())
             weight = plan.weight(self.rank, index)
             return gradsync.LossSum(loss * weight, weight) if plan.sums else loss
 
