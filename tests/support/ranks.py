@@ -6,15 +6,21 @@ Each case has a time limit: a hang ends the ranks and fails the test.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import math
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
 
 # By what limits are multiplied, for a machine that is busy; beside another of pytest's workers it always is.
 _ALONE = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
@@ -38,15 +44,19 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self._init = ""  # the file that they find each other by
         self._processes: list = []
         self._pipes: list = []
+        self._seconds: list[float] = []  # how long each rank took for the last case
 
     def run(self, case: Callable, *args: object, limit: float = TIME_LIMIT) -> list:
         """Run a function on every rank; what they returned."""
         results = self.outcomes(case, *args, limit=limit)
-        failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(results) if not ok]
+        failed = [rank for rank, (ok, _) in enumerate(results) if not ok]
+        failed.sort(key=lambda rank: self._seconds[rank], reverse=True)  # who failed first is read last
         if failed:
-            raise RankError(f"{case.__module__}.{case.__qualname__}{args} failed on\n" + "\n".join(failed))
+            said = (f"rank {rank}, after {self._seconds[rank]:.1f} s:\n{results[rank][1]}" for rank in failed)
+            raise RankError(f"{case.__module__}.{case.__qualname__}{args} failed on\n" + "\n".join(said))
         return [value for _, value in results]
 
     def outcomes(self, case: Callable, *args: object, limit: float = TIME_LIMIT) -> list:
@@ -68,16 +78,32 @@ class Ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((case, args)))
-        results, end = [], time.monotonic() + limit * PATIENCE
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                arrived = pipe.poll(max(0.0, end - time.monotonic()))
-                results.append(pickle.loads(pipe.recv_bytes()) if arrived else (False, f"HANG: nothing in {limit} s"))
-            except (EOFError, ConnectionError):
-                results.append((False, f"the process ended, exit code {self._processes[rank].exitcode}"))
+        start = time.monotonic()
+        results, waiting = {}, dict(zip(self._pipes, range(self.size), strict=True))
+        self._seconds = [math.inf] * self.size
+        while waiting and (there := wait([*waiting], max(0.0, start + limit * PATIENCE - time.monotonic()))):
+            for pipe in there:
+                rank = waiting.pop(pipe)
+                self._seconds[rank] = time.monotonic() - start
+                try:
+                    results[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionError):
+                    self._processes[rank].join(1)  # or its exit code is not known yet
+                    ended = f"the process ended, exit code {self._processes[rank].exitcode}"
+                    results[rank] = False, f"{ended}\n{Path(_stacks(self._init, rank)).read_text()}"
+        for rank in waiting.values():
+            results[rank] = False, f"HANG: nothing in {limit * PATIENCE} s. It is at:\n{self._where_is(rank)}"
+        results = [results[rank] for rank in range(self.size)]
         if not all(ok for ok, _ in results):
             self.stop()  # whatever is left half done must not reach the next case
         return results
+
+    def _where_is(self, rank: int) -> str:
+        """What a rank that does not answer is running, in all its threads."""
+        with suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.2)
+        return Path(_stacks(self._init, rank)).read_text()
 
     def stop(self) -> None:
         """End the processes."""
@@ -93,14 +119,19 @@ class Ranks:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        init = os.path.join(tempfile.mkdtemp(prefix="gradsync-ranks-"), "store")
+        self._init = os.path.join(tempfile.mkdtemp(prefix="gradsync-ranks-"), "store")
         for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, init, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.size, self._init, there), daemon=True)
             process.start()
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
+
+
+def _stacks(init: str, rank: int) -> str:
+    """The file that a rank writes its threads' stacks to, when it is asked or crashes."""
+    return f"{init}.{rank}.stacks"
 
 
 def _files(args: object) -> list[str]:
@@ -116,6 +147,9 @@ def _serve(rank: int, size: int, init: str, pipe) -> None:
 
     gc.freeze()  # what was imported is there for ever: collections pass it over, and its pages stay shared
     torch.set_num_threads(1)
+    stacks = open(_stacks(init, rank), "w")  # noqa: SIM115 - open as long as the process lives
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
     try:
         dist.init_process_group("gloo", init_method=f"file://{init}", rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     except BaseException:
