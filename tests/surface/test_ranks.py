@@ -1,12 +1,24 @@
-"""The tests' own ranks: they begin anew where gloo could not connect them, once, and only there."""
+"""The tests' own ranks: they begin anew where gloo failed, once, and only there; and they tell what went wrong."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from tests.support.ranks import NOT_CONNECTED, RankError
+from tests.support.ranks import CRASHED, NOT_CONNECTED, RankError
+
+
+def crash_without_python() -> None:
+    """A thread that runs no Python crashes."""
+    libc, thread = ctypes.CDLL("libc.so.6"), ctypes.c_ulong()
+    libc.pthread_create(ctypes.byref(thread), None, libc.strlen, None)
+    time.sleep(60)
 
 
 def fails_at_first(path: str, store: str, text: str, times: int) -> int:
@@ -17,15 +29,37 @@ def fails_at_first(path: str, store: str, text: str, times: int) -> int:
     assert not Path(store).exists(), "a store of an attempt that failed must not be used again"
     Path(store).write_text("addresses")
     if tried <= times:
+        if text == CRASHED:
+            crash_without_python()
         raise RuntimeError(text)
     return tried
 
 
-def test_ranks_begin_anew_where_gloo_could_not_connect_them(ranks, tmp_path):
-    assert ranks(1).run(fails_at_first, str(tmp_path), str(tmp_path / "store"), NOT_CONNECTED, 1) == [2]
+@pytest.mark.parametrize("text", [NOT_CONNECTED, CRASHED])
+def test_ranks_begin_anew_where_gloo_failed(ranks, tmp_path, text):
+    with pytest.warns(UserWarning, match=f"(?s)gloo failed, and the ranks began anew: .*{text}"):
+        assert ranks(1).run(fails_at_first, str(tmp_path), str(tmp_path / "store"), text, 1) == [2]
 
 
-@pytest.mark.parametrize(("text", "times"), [(NOT_CONNECTED, 2), ("something else", 1)])
+@pytest.mark.filterwarnings("ignore:gloo failed:UserWarning")
+@pytest.mark.parametrize(("text", "times"), [(NOT_CONNECTED, 2), (CRASHED, 2), ("something else", 1)])
 def test_but_only_once_and_only_there(ranks, tmp_path, text, times):
     with pytest.raises(RankError, match=text):
         ranks(1).run(fails_at_first, str(tmp_path), str(tmp_path / "store"), text, times)
+
+
+def fails_on_some() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(0.3 if dist.get_rank() == 0 else 60)
+    raise ValueError("after it")
+
+
+def test_who_failed_first_is_read_last_and_stacks_tell_where(ranks):
+    """A crash in a thread that runs Python is an error of the test."""
+    with pytest.raises(RankError) as caught:
+        ranks(3).run(fails_on_some, limit=1)
+    hang, failed, crashed = str(caught.value).split("\nrank ")[1:]
+    assert hang.startswith("2, ") and "HANG" in hang and "in fails_on_some" in hang
+    assert failed.startswith("0, ") and "ValueError: after it" in failed
+    assert crashed.startswith("1, ") and CRASHED in crashed and "in fails_on_some" in crashed
