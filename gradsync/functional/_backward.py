@@ -36,23 +36,21 @@ class Hold:
     It is a class, and one object serves many micro-batches: in each of them a generator would cost five times as much.
     """
 
-    __slots__ = ("_engines", "_found", "_holds")
+    __slots__ = ("_found", "_pairs")
 
     def __init__(self, engines: Sequence[Holdable], sync: str = "window") -> None:
-        self._engines = engines
         # "shard": gradients are reduced among the ranks of a shard group; the all-reduce across replicas is held.
         how = "hold_shards" if sync == "shard" else "hold"
-        self._holds = [getattr(engine, how, engine.hold) for engine in engines]
-        self._found: list[list[Any]] = []
+        self._pairs = [(getattr(engine, how, engine.hold), engine.restore) for engine in engines]
+        self._found: list[Any] = []
 
     def __enter__(self) -> None:
-        if self._engines:
-            self._found.append([hold() for hold in self._holds])
+        for hold, _ in self._pairs:
+            self._found.append(hold())
 
-    def __exit__(self, *_: object) -> None:
-        if self._engines:
-            for engine, found in zip(self._engines, self._found.pop(), strict=True):
-                engine.restore(found)
+    def __exit__(self, *error: object) -> None:
+        for _, restore in reversed(self._pairs):
+            restore(self._found.pop())
 
 
 def backward(

@@ -39,12 +39,13 @@ class Boundary:
         self._due: Sequence[bool] = ()  # which ranks were to have a micro-batch, by rank
         self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
         self._arrivals: Sequence[Callable[[], None]] | None = None  # waits for buffers that have left already
-        self._carrying: AbstractContextManager[Any] | None = None  # entered by `begin`
+        self._begun: Order | None = None  # by `begin`,
+        self._carrying: AbstractContextManager[Any] | None = None  # which has entered this
 
     def order(self) -> Order:
         """How the engines synchronise. The table leaves now; or, if they synchronise twice, between the two."""
         window = self._window
-        order = Order.of_boundary(window.active, window.size)._replace(asked=window.asked)
+        order = Order.of_boundary(window.active, window.size, window.asked)
         if order.again:
             return order._replace(between=self._send)
         self._send()
@@ -52,18 +53,18 @@ class Boundary:
 
     def begin(self) -> Order:
         """The same, for a backward of the caller's, after which it calls `conclude`. Enters the transport."""
-        order = self.order()
+        self._begun = order = self.order()
         self._carrying = carrying = ExitStack()
         carrying.enter_context(self._transport.carrying(self._window))
         return order
 
-    def conclude(self, run: Callable[[], None]) -> Closing:
+    def conclude(self, run: Callable[[Order], None]) -> Closing:
         """Let `run` synchronise the window; returns what came to it. An error in `skip` drops it on all ranks."""
         window = self._window
         with WaitingFor(window.what):
             try:
                 with self._carrying or self._transport.carrying(window):
-                    run()
+                    run(self._begun or self.order())
             except BaseException as error:
                 closing = None if is_lost(error) else self.complete_failed()
                 if closing is None or not isinstance(error, self._terms.skip):
@@ -84,8 +85,8 @@ class Boundary:
         window, team = self._window, self._window.team
         shares = self._hear()
         alone = team.num_ranks == 1 and (self._exchange.is_of_ends or window.kind == SUMS)
-        closing = Closing.of(shares, team.rank, is_told=self._sent is not None or alone)
-        closing = closing._replace(own_losses=window.losses, own_counts=window.count)
+        told = self._sent is not None or alone
+        closing = Closing.of(shares, team.rank, is_told=told, losses=window.losses, counts=window.count)
         self._share_buffers()
         if not self._terms.skip or team.num_ranks == 1:
             return closing

@@ -35,9 +35,17 @@ class Closing(NamedTuple):
     own_counts: Count | None = None  # what they were sums over, exactly
 
     @classmethod
-    def of(cls, shares: Sequence[Share], rank: int, *, is_told: bool = True) -> Closing:
+    def of(
+        cls,
+        shares: Sequence[Share],
+        rank: int,
+        *,
+        is_told: bool = True,
+        losses: Sequence[torch.Tensor] = (),
+        counts: Count | None = None,
+    ) -> Closing:
         """The closing of these shares, of all ranks. Raises on every rank if they do not fit together."""
-        return cls(tuple(shares), rank, _factor(shares), is_told)
+        return cls(tuple(shares), rank, _factor(shares), is_told, None, losses, counts)
 
     def without(self) -> Closing:
         """The same, with nothing to average: a rank failed after the table."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
@@ -32,21 +31,47 @@ if TYPE_CHECKING:
     from gradsync.functional._run import Run
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class MicroStep:
-    """The place of a micro-batch in its window, and its backward.
+    """The place of a micro-batch in its window, and its backward."""
 
-    `size` is the planned number of micro-batches; a tail ends sooner. `last` says that the window closes with this
-    step. A `replay` is an item that was handed out before: the other ranks have more data and need this rank to take
-    part. Its gradients weigh nothing.
-    """
+    # Not a frozen dataclass: to make one costs four times as much, and each micro-step has its own.
+    __slots__ = ("_place", "_turn")
 
-    index: int
-    window: int
-    size: int
-    last: bool
-    replay: bool
-    _turn: Turn = field(repr=False)
+    def __init__(self, place: Place, turn: Turn) -> None:
+        self._place = place
+        self._turn = turn
+
+    @property
+    def index(self) -> int:
+        """How many micro-steps came before it in its window."""
+        return self._place.index
+
+    @property
+    def window(self) -> int:
+        """How many windows of the loop closed before it."""
+        return self._place.window
+
+    @property
+    def size(self) -> int:
+        """The planned number of micro-batches in its window; a tail ends sooner."""
+        return self._place.size
+
+    @property
+    def last(self) -> bool:
+        """Whether the window closes with this step."""
+        return self._place.last
+
+    @property
+    def replay(self) -> bool:
+        """Whether its item was handed out before: other ranks have more data, and need this rank to take part.
+
+        Its gradients weigh nothing.
+        """
+        return self._place.part is not Part.RUNS
+
+    def __repr__(self) -> str:
+        names = "index", "window", "size", "last", "replay"
+        return f"MicroStep({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def backward(
         self, loss: torch.Tensor, *, count: float | torch.Tensor | None = None, run: RunBackward | None = None
@@ -98,12 +123,11 @@ class Turn:
     def __enter__(self) -> MicroStep:
         place = self._place
         assert place is not None, "`at` comes first"
-        replays = place.part is not Part.RUNS
-        self._current = step = MicroStep(place.index, place.window, place.size, place.last, replays, self)
+        self._current = step = MicroStep(place, self)
         if not place.index:
             self.loop = drawn_by(sys._getframe(2))  # of the generator around this, to which it yields
         self._watch.begin(place)
-        if replays:
+        if place.part is not Part.RUNS:
             self._weightless = weightless(self._run.fitting_team().leaves)
         self._hold = self._run.holding(place)
         self._hold.__enter__()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradsync.functional._ranges import named_range
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
+    from gradsync._errors import GradSyncError
     from gradsync.engines import Engine
 
 
@@ -26,12 +26,14 @@ class Order(NamedTuple):
     @classmethod
     def of_held(cls, engines: Sequence[Engine]) -> Order:
         """The order of a held micro-batch: nothing, but for the very first one of a static graph."""
-        owing = [engine for engine in engines if engine.owes_first]
-        return cls(owing) if owing else HELD
+        for engine in engines:  # asked in each micro-batch, where a comprehension would cost more than the answer
+            if engine.owes_first:
+                return cls([one for one in engines if one.owes_first])
+        return HELD
 
     @classmethod
-    def of_boundary(cls, engines: Sequence[Engine], size: int) -> Order:
-        """The order at the boundary of a window that is planned for `size` micro-batches.
+    def of_boundary(cls, engines: Sequence[Engine], size: int, asked: Sequence[Engine]) -> Order:
+        """The order at the boundary of a window that is planned for `size` micro-batches; `asked` are asked about use.
 
         An engine with a static graph must synchronise in the backward of its very first micro-batch. In a window of
         more than one micro-batch, it synchronises a second time, at the boundary. It does so even if the first
@@ -45,21 +47,23 @@ class Order(NamedTuple):
             return HELD
         owing = [engine for engine in engines if engine.owes_first]
         if owing and (size > 1 or len(engines) > 1):
-            return cls(owing, (), engines)
+            return cls(owing, (), engines, asked=asked)
         if any(engine.forward_communicates for engine in engines):
-            return cls(engines)
-        return cls(engines[:1], engines[1:])
+            return cls(engines, asked=asked)
+        return cls(engines[:1], engines[1:], asked=asked)
 
     def complete(self) -> None:
         """After the backward: synchronise what it has not."""
-        with _insisting(self.asked):
-            for engine in self.armed:
-                engine.finish()
-            for engine in self.after:
-                engine.reduce()
-            if self.again:
-                self.between()
-                reduce(self.again)
+        wrong = _misuses(self.asked)
+        for engine in self.armed:
+            engine.finish()
+        for engine in self.after:
+            engine.reduce()
+        if self.again:
+            self.between()
+            reduce(self.again)
+        if wrong:
+            raise wrong[0]
 
     def abort(self) -> None:
         """Complete the collectives of a backward that failed. Errors in here are dropped: the first error goes on."""
@@ -79,15 +83,14 @@ HELD = Order()  # no engine synchronises
 
 def reduce(engines: Sequence[Engine], asked: Sequence[Engine] = ()) -> None:
     """Synchronise what is accumulated, without a backward. The other ranks may run a backward meanwhile."""
-    with named_range("gradsync.sync"), _insisting(asked):
+    wrong = _misuses(asked)
+    with named_range("gradsync.sync"):
         for engine in engines:
             engine.reduce()
-
-
-@contextmanager
-def _insisting(engines: Sequence[Engine]) -> Iterator[None]:
-    """A context for collectives, which write over what they find: engines are asked before it, and raise after it."""
-    wrong = [error for error in [engine.misuse() for engine in engines] if error is not None]
-    yield
     if wrong:
         raise wrong[0]
+
+
+def _misuses(engines: Sequence[Engine]) -> list[GradSyncError]:
+    """What is wrong, asked before the collectives, which write over what they find; it is raised after them."""
+    return [error for engine in engines if (error := engine.misuse()) is not None]

@@ -157,24 +157,24 @@ class Run:
         window.num_own += 1
         if not place.last:
             return Begun(self._order_of_held(window), None)
-        boundary = self._boundary()
+        boundary = self._boundary(window)
         with WaitingFor(self.what):
             return Begun(boundary.begin(), boundary)
 
     def end(self, begun: Begun, error: BaseException | None = None) -> Closing | None:
         """To be called after that backward, with its `error` if it failed. Returns what `backward` returns."""
 
-        def conclude() -> None:
+        def conclude(order: Order) -> None:
             if error is None:
-                begun.order.complete()
+                order.complete()
                 return
             if not is_lost(error):
-                begun.order.abort()
+                order.abort()
             raise error
 
         if begun.boundary is not None:
             return begun.boundary.conclude(conclude)
-        self._hold_back(self._open_window, conclude)
+        self._hold_back(self._open_window, begun.order, conclude)
         return None
 
     def spoil(self, place: Place, error: BaseException) -> Closing | None:
@@ -234,7 +234,7 @@ class Run:
             window.num_micro_batches += 1
             window.num_own += 1
             window.kind = PLAIN
-        boundary = self._boundary() if place.last else None
+        boundary = self._boundary(window) if place.last else None
         order = self._order_of_held(window) if boundary is None else boundary.order()
 
         def finish() -> None:
@@ -329,25 +329,23 @@ class Run:
     def _synchronise(self, window: Window, place: Place, work: Callable[[Order], None]) -> Closing | None:
         """Do the work of a place: held, or in the last place together with the other ranks."""
         if place.last:
-            boundary = self._boundary()
-            return boundary.conclude(lambda: work(boundary.order()))
-        order = self._order_of_held(window)
-        self._hold_back(window, lambda: work(order))
+            return self._boundary(window).conclude(work)
+        self._hold_back(window, self._order_of_held(window), work)
         return None
 
-    def _hold_back(self, window: Window, work: Callable[[], None]) -> None:
+    def _hold_back(self, window: Window, order: Order, work: Callable[[Order], None]) -> None:
         """Do the work of a held place."""
         try:
-            work()
+            work(order)
         except self.terms.skip as error:
             window.fail(error)
         window.index += 1
 
-    def _boundary(self) -> Boundary:
+    def _boundary(self, window: Window) -> Boundary:
         """The boundary of the open window, at its last place."""
-        compare_sizes(self._open_window)
+        compare_sizes(window)
         heard, self._heard = self._heard, None
-        return Boundary(self._open_window, self.terms, self._exchange, self.transport, heard)
+        return Boundary(window, self.terms, self._exchange, self.transport, heard)
 
     @property
     def _exchange(self) -> Exchange:
@@ -360,7 +358,7 @@ class Run:
             return HELD
         # Where ranks may run out at different times, one synchronisation a window is what they can count on.
         if self.terms.sync == "each" and (self._lane is None or window.team.num_ranks == 1 or window.team.lockstep):
-            return Order.of_boundary(window.active, 1)._replace(asked=window.asked)
+            return Order.of_boundary(window.active, 1, window.asked)
         return Order.of_held(window.active)
 
     @property

@@ -10,7 +10,6 @@ from gradsync._step_hook import unwatch_steps, watch_steps
 from gradsync.functional._gradient_watch import GradientWatch
 from gradsync.functional._leaf_hooks import PlainBackward
 from gradsync.functional._left import insist_on_none_inside, insist_on_none_left, mark
-from gradsync.functional._owned import owned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -61,7 +60,8 @@ class TurnWatch:
     def end(self) -> None:
         """A turn ends."""
         self._steps.place = None
-        self._stop()
+        if self._plain is not None:
+            self._stop(self._plain)
 
     def end_loop(self) -> None:
         """Called after the last turn. What refers to the models goes now, and waits for no garbage collection."""
@@ -78,7 +78,8 @@ class TurnWatch:
         if not self.is_explicit and self._run.is_plain:
             raise mixed(place)
         self.is_explicit = True
-        self._stop()
+        if self._plain is not None:
+            self._stop(self._plain)
         if not place.index:
             self._older = insist_on_none_left(self._run.fitting_team())
             if self._gradients.appeared():
@@ -113,10 +114,9 @@ class TurnWatch:
         elif closing is not None or self._is_blind:
             self._plain = self._somewhere().watch()
 
-    def _stop(self) -> None:
-        if self._plain is not None:
-            self._plain.stop()
-            self._plain = None
+    def _stop(self, plain: PlainBackward) -> None:
+        plain.stop()
+        self._plain = None
 
     def _everywhere(self) -> PlainBackward:
         team = self._run.fitting_team()
@@ -168,7 +168,8 @@ class StepWatch:
         """An optimizer is about to step."""
         if self.place is None:
             return
-        team, stepped = self._run.fitting_team(), owned([optimizer])
+        team = self._run.fitting_team()
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if team.ids.isdisjoint(map(id, stepped)):
             return
         if self.closing is None:
