@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from gradsync.functional._exchange import Exchange
+    from gradsync.functional._place import Place
     from gradsync.functional._table import Share
     from gradsync.functional._terms import Terms
     from gradsync.functional._transport import Transport
@@ -96,9 +97,11 @@ class Boundary:
         return closing.without() if any(row[0] for row in failures.rows()) else closing
 
     def _send(self) -> None:
+        if self._window.team.num_ranks == 1:
+            return
         self._due = self._exchange.due
         self._sent = self._heard if self._heard is not None else self._exchange.send(self._window)
-        if self._transport.closes_before and self._window.team.num_ranks > 1:
+        if self._transport.closes_before:
             source = 0 if self._lowest_is_due else self._source()
             self._arrivals = [engine.send_buffers(source) for engine in self._window.active]
 
@@ -135,7 +138,8 @@ class Boundary:
 
 
 class Begun(NamedTuple):
-    """A backward that the caller runs by itself: how the engines synchronise in it, and its boundary (None: held)."""
+    """A backward that the caller runs by itself: its place, how the engines synchronise in it, and its boundary."""
 
+    place: Place
     order: Order
-    boundary: Boundary | None
+    boundary: Boundary | None  # None in a held place

@@ -32,15 +32,10 @@ class Data:
     def items(self, iterable: Iterable[T], name: str, ahead: Callable[[], int]) -> Iterator[T]:
         """The items of an iterable, counted; where its length is not known, `ahead()` items are drawn ahead."""
         for item, drawn in with_known(iterable, name, ahead, self.length):
-            self._drawn = drawn
-            self.draw(last=not drawn)
+            self._finish_item()
+            self.num_items += 1
+            self._drawn, self.is_last = drawn, not drawn
             yield item
-
-    def draw(self, *, last: bool) -> None:
-        """Count an item."""
-        self._finish_item()
-        self.num_items += 1
-        self.is_last = last
 
     def end(self) -> None:
         """The data has ended, and the last item has had its calls."""

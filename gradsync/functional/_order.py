@@ -24,14 +24,6 @@ class Order(NamedTuple):
     asked: Sequence[Engine] = ()  # what is wrong with the parameters that this rank has used
 
     @classmethod
-    def of_held(cls, engines: Sequence[Engine]) -> Order:
-        """The order of a held micro-batch: nothing, but for the very first one of a static graph."""
-        for engine in engines:  # asked in each micro-batch, where a comprehension would cost more than the answer
-            if engine.owes_first:
-                return cls([one for one in engines if one.owes_first])
-        return HELD
-
-    @classmethod
     def of_boundary(cls, engines: Sequence[Engine], size: int, asked: Sequence[Engine]) -> Order:
         """The order at the boundary of a window that is planned for `size` micro-batches; `asked` are asked about use.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,9 +143,10 @@ class Run:
         """
         self.insist_on_same(place)
         window = self._open_window
-        tensor, seed = window.take(loss, scaler)
-        window.num_own += 1
-        return self._synchronise(window, place, lambda order: backward(tensor, order, seed=seed, run=run))
+        check_loss(loss.loss if isinstance(loss, LossSum) else loss)
+        window.add(loss)
+        tensor, seed = window.weigh(loss, scaler)
+        return self._synchronise(window, place, partial(backward, tensor, seed=seed, run=run))
 
     def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Begun:
         """Begin a backward that the caller runs by itself. In the last place, the table leaves.
@@ -154,28 +156,24 @@ class Run:
         self.insist_on_same(place)
         window = self._open_window
         window.add(loss)
-        window.num_own += 1
         if not place.last:
-            return Begun(self._order_of_held(window), None)
+            return Begun(place, self._order_of_held(window), None)
         boundary = self._boundary(window)
         with WaitingFor(self.what):
-            return Begun(boundary.begin(), boundary)
+            return Begun(place, boundary.begin(), boundary)
 
     def end(self, begun: Begun, error: BaseException | None = None) -> Closing | None:
         """To be called after that backward, with its `error` if it failed. Returns what `backward` returns."""
 
-        def conclude(order: Order) -> None:
+        def conclude(_: Order) -> None:
             if error is None:
-                order.complete()
+                begun.order.complete()
                 return
             if not is_lost(error):
-                order.abort()
+                begun.order.abort()
             raise error
 
-        if begun.boundary is not None:
-            return begun.boundary.conclude(conclude)
-        self._hold_back(self._open_window, begun.order, conclude)
-        return None
+        return self._synchronise(self._open_window, begun.place, conclude, begun.boundary)
 
     def spoil(self, place: Place, error: BaseException) -> Closing | None:
         """A micro-batch failed before `begin`, when part of its gradients was there: all ranks drop the window."""
@@ -193,7 +191,7 @@ class Run:
         window = self._open_window
         zeros = weightless(window.team.leaves)
         try:
-            return self._synchronise(window, place, lambda order: backward(tensor, order, run=run))
+            return self._synchronise(window, place, partial(backward, tensor, run=run))
         finally:
             zeros.remove()
 
@@ -326,20 +324,18 @@ class Run:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _synchronise(self, window: Window, place: Place, work: Callable[[Order], None]) -> Closing | None:
+    def _synchronise(
+        self, window: Window, place: Place, work: Callable[[Order], None], boundary: Boundary | None = None
+    ) -> Closing | None:
         """Do the work of a place: held, or in the last place together with the other ranks."""
         if place.last:
-            return self._boundary(window).conclude(work)
-        self._hold_back(window, self._order_of_held(window), work)
-        return None
-
-    def _hold_back(self, window: Window, order: Order, work: Callable[[Order], None]) -> None:
-        """Do the work of a held place."""
+            return (boundary or self._boundary(window)).conclude(work)
         try:
-            work(order)
+            work(self._order_of_held(window))
         except self.terms.skip as error:
             window.fail(error)
         window.index += 1
+        return None
 
     def _boundary(self, window: Window) -> Boundary:
         """The boundary of the open window, at its last place."""
@@ -354,12 +350,13 @@ class Run:
     def _order_of_held(self, window: Window) -> Order:
         if window.sizes is not None:
             compare_sizes(window)
-        if not window.active:
-            return HELD
         # Where ranks may run out at different times, one synchronisation a window is what they can count on.
         if self.terms.sync == "each" and (self._lane is None or window.team.num_ranks == 1 or window.team.lockstep):
             return Order.of_boundary(window.active, 1, window.asked)
-        return Order.of_held(window.active)
+        for engine in window.active:  # asked in each micro-batch, where a comprehension would cost more
+            if engine.owes_first:
+                return Order([one for one in window.active if one.owes_first])
+        return HELD
 
     @property
     def _open_window(self) -> Window:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync._errors import GradSyncError, is_misuse
-from gradsync._loss import LossSum, check_loss
+from gradsync._loss import LossSum
 from gradsync.functional._count import Count
 from gradsync.functional._scaling import Scale, is_scaling
 from gradsync.functional._table import MEANS, NOBODY, NOTHING, SUMS, Share
@@ -65,14 +65,8 @@ class Window:
         self.failed = False  # whether a backward failed with an exception in `skip`
         self.scale: Scale | None = None
 
-    def take(self, loss: torch.Tensor | LossSum, scaler: GradScaler | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Count a micro-batch, and check its loss; returns the tensor to run backward from."""
-        check_loss(loss.loss if isinstance(loss, LossSum) else loss)
-        self.add(loss)
-        return self.weigh(loss, scaler)
-
     def add(self, loss: torch.Tensor | LossSum) -> None:
-        """Count a micro-batch of this loss, unchecked: it may be detached already."""
+        """Count a micro-batch of this loss, which is unchecked: it may be detached already."""
         tensor, kind = (loss.loss, SUMS) if isinstance(loss, LossSum) else (loss, MEANS)
         if kind != self.kind:
             if self.kind != NOTHING:
@@ -84,6 +78,7 @@ class Window:
         if isinstance(loss, LossSum):
             self.count.add(loss.count)
         self.num_micro_batches += 1
+        self.num_own += 1
         if self.keeps_losses:
             self.losses.append(tensor.detach().clone())  # a copy: the caller may write to the loss that it gets back
 
