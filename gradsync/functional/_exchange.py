@@ -71,7 +71,7 @@ class Counted:
 
     def plan(self, window: Window) -> None:
         """Where forwards communicate, compare the sizes now: ranks with windows of other sizes would hang."""
-        if window.team.lockstep and callable(self._terms.steps):
+        if window.team.lockstep and (window.team.is_new or callable(self._terms.steps)):
             window.sizes = window.team.line.send([float(window.size)])
 
     def send(self, window: Window) -> Sent | None:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from gradsync import LossSum, accumulating
 from tests.support.compare import assert_equal_updates
+from tests.support.homes import mesh
 from tests.support.models import small_model
 from tests.support.recorder import Recorder
 from tests.support.reference import mean_loss, micro_batch, sum_loss, train, window_mean
 
 
-def disagreement(what: str, iterator: bool = False) -> str:
+def disagreement(what: str, iterator: bool = False, engine: str = "bare") -> str:
     """What each rank is told."""
     rank = dist.get_rank()
     model = small_model() if what != "parameters" else nn.Linear(3, 2 + rank).double()
+    if engine == "fsdp2":
+        fully_shard(model, mesh=mesh((2,), ("data",)))
     optimizer = Recorder(model.parameters())
     steps = {"steps": 2 + rank, "steps later": lambda window: 2 + rank * (window == 1)}.get(what, 2)
     tail = "drop" if what == "tail" and rank else "step"
@@ -67,6 +71,13 @@ def test_disagreement_is_told_on_every_rank(ranks, what, words):
         said += ranks(2).run(disagreement, what, True)
     for text in said:
         assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize("what", ["steps", "steps later"])
+def test_where_forwards_communicate_other_steps_are_told_before_ranks_wait_for_each_other(ranks, what):
+    """The rank with fewer would wait at its boundary for one that waits in a forward."""
+    for text in ranks(2).run(disagreement, what, False, "fsdp2", limit=10):
+        assert all(word in text for word in ["same number of steps in a window", "rank 0 has 2", "rank 1 has 3"]), text
 
 
 def empty_rank_unknown(everywhere: bool, flush: bool) -> str:
