@@ -85,7 +85,7 @@ class Boundary:
         """After the gradients are synchronised: read the table, make the buffers equal, hear of failures."""
         window, team = self._window, self._window.team
         shares = self._hear()
-        alone = team.num_ranks == 1 and (self._exchange.is_of_ends or window.kind == SUMS)
+        alone = team.num_ranks == 1 and (self._exchange.has_an_end or window.kind == SUMS)
         told = self._sent is not None or alone
         closing = Closing.of(shares, team.rank, is_told=told, losses=window.losses, counts=window.count)
         self._share_buffers()
@@ -116,7 +116,7 @@ class Boundary:
         """Whether all ranks know without the table that rank 0 has a micro-batch in this window."""
         if self._due:
             return self._due[0]
-        return self._heard is None and not self._exchange.is_of_ends
+        return self._heard is None and not self._exchange.has_an_end
 
     def _source(self) -> int:
         """The lowest rank that had a micro-batch, or was to have one: its buffers count."""

@@ -1,4 +1,4 @@
-"""How the shares of a window travel: `Exchange`, and the two that there are: `Counted`, and the `Lane` of a loop."""
+"""`Exchange`: how the ranks tell each other their shares of a window, and what they compare before."""
 
 from __future__ import annotations
 
@@ -18,70 +18,43 @@ if TYPE_CHECKING:
     from gradsync.ranks.line import Sent
 
 
-class Exchange(Protocol):
-    """How the ranks tell each other their shares of a window that closes."""
+class Exchange:
+    """How the ranks tell each other their shares of a window that closes.
 
-    def plan(self, window: Window) -> None:
-        """Called when a window opens."""
+    This is the exchange outside of loops: all ranks make equally many calls, and a table is sent where shares may
+    differ. That of a run in a loop is in `_loop.py`.
+    """
 
-    def send(self, window: Window) -> Sent | None:
-        """Send this rank's share, without waiting; None where no table is needed."""
-        ...
-
-    def shares(self, window: Window, sent: Sent | None) -> list[Share]:
-        """The shares of all ranks. Waits for what was sent, and for nothing else."""
-        ...
-
-    @property
-    def due(self) -> Sequence[bool]:
-        """By rank: whether it was to have a micro-batch in the window that closes next. Empty: all were."""
-        ...
-
-    @property
-    def is_of_ends(self) -> bool:
-        """Whether this is a loop, whose data ends. Then a single rank knows the mean over all ranks, too."""
-        ...
-
-
-class Lane(Exchange, Protocol):
-    """The exchange of one run in a loop."""
-
-    def enter(self) -> bool:
-        """Called when a call begins. Opens a window if none is open; returns whether the call is the last one."""
-        ...
-
-
-class Lanes(Protocol):
-    """A loop, for its runs."""
-
-    def lane(self, run: Any) -> Lane:
-        """The exchange of this run in the loop."""
-        ...
-
-
-class Counted:
-    """The exchange outside of loops: all ranks make equally many calls; a table is sent where shares may differ."""
-
+    #: By rank: whether it was to have a micro-batch in the window that closes next; empty where all were.
     due: Sequence[bool] = ()
-    is_of_ends = False
+    #: Whether the data ends, in a loop. Then the mean over all ranks is known on a single rank, too.
+    has_an_end = False
 
-    def __init__(self, terms: Terms, key: int) -> None:
+    def __init__(self, terms: Terms) -> None:
         self._terms = terms
-        self._key = key
+
+    def enter(self, run: Any) -> bool:
+        """Called when a call begins. Opens a window if none is open; returns whether the data ends with this call."""
+        if run.window is None:
+            run.open(run.fitting_team())
+        return False
 
     def plan(self, window: Window) -> None:
-        """Where forwards communicate, compare the sizes now: ranks with windows of other sizes would hang."""
+        """Called when a window opens. Where forwards communicate, windows of other sizes would hang: compare them."""
         if window.team.lockstep and (window.team.is_new or callable(self._terms.steps)):
             window.sizes = window.team.line.send([float(window.size)])
 
     def send(self, window: Window) -> Sent | None:
-        """See `Exchange`. Raises if this rank lacks backwards that the other ranks count on."""
+        """Send this rank's share, without waiting; None where no table is needed.
+
+        Raises if this rank lacks backwards that the other ranks count on.
+        """
         if window.team.num_ranks == 1:
             return None
         always = bool(self._terms.skip) or callable(self._terms.steps)  # a table is sent for each window
         self._agree_on_kind(window, is_told_later=always)
         if always or window.kind == SUMS or window.num_own < window.size:
-            return window.team.line.send(window.share(closing=self._key).row())
+            return window.team.line.send(window.share().row())
         if window.kind != PLAIN and window.num_micro_batches != window.size:
             raise GradSyncError(
                 f"The ranks of {window.team.name} count on {window.size} backwards in each window, for it does not "
@@ -91,7 +64,7 @@ class Counted:
         return None
 
     def shares(self, window: Window, sent: Sent | None) -> list[Share]:
-        """See `Exchange`."""
+        """The shares of all ranks. Waits for what was sent, and for nothing else."""
         return alike(window) if sent is None else [Share.of(row) for row in sent.rows()]
 
     def _agree_on_kind(self, window: Window, *, is_told_later: bool) -> None:
@@ -104,6 +77,14 @@ class Counted:
         insist([{key: one[key] for key in words} for one in said])
         agreed([(rank, IN_WORDS[one["loss"]]) for rank, one in enumerate(said) if one["loss"]], "kind of loss")
         team.kind = max(one["loss"] for one in said)
+
+
+class Exchanges(Protocol):
+    """A loop, for its runs."""
+
+    def exchange(self, run: Any) -> Exchange:
+        """The exchange of this run."""
+        ...
 
 
 def compare_sizes(window: Window) -> None:

@@ -11,7 +11,7 @@ from gradsync._errors import GradSyncError
 from gradsync._frames import driver_of, is_running
 from gradsync._registry import LOOPS
 from gradsync.functional._data import Data
-from gradsync.functional._exchange import alike
+from gradsync.functional._exchange import Exchange, alike
 from gradsync.functional._lockstep import Lockstep, StandIn
 from gradsync.functional._loop_checks import (
     check_lengths,
@@ -57,16 +57,16 @@ class Loop:
         self._around: dict[Loop, int] = {}  # loops that were under way before it, and how many items they had had
         self._talk = Talk(name, runs)
         self._lockstep = Lockstep(self.data, self._talk)
-        self._lanes: dict[Run, _Lane] = {}
+        self._exchanges: dict[Run, _InLoop] = {}
         self._is_as_long = True  # whether all ranks are known to have as many items
         self._told_end: set[Run] = set()  # runs of which this rank has told the others that their last window closes
 
-    def lane(self, run: Run) -> _Lane:
+    def exchange(self, run: Run) -> Exchange:
         """The exchange of one run in this loop."""
-        lane = self._lanes.get(run)
-        if lane is None:
-            lane = self._lanes[run] = _Lane(self, run)
-        return lane
+        found = self._exchanges.get(run)
+        if found is None:
+            found = self._exchanges[run] = _InLoop(self, run)
+        return found
 
     @property
     def called(self) -> Sequence[Run]:
@@ -210,7 +210,7 @@ class Loop:
         return StandIn(closing, place)
 
     def _stand_in(self, run: Run, part: Part) -> Place:
-        return run.stand_in(self.lane(run), part)
+        return run.stand_in(self.exchange(run), part)
 
     # -- other loops -------------------------------------------------------------------------------------------------
 
@@ -276,17 +276,18 @@ class Loop:
         return True
 
 
-class _Lane:
+class _InLoop(Exchange):
     """The exchange of one run in a loop. A share always travels, and says how much data this rank has left."""
 
-    is_of_ends = True
+    has_an_end = True
 
     def __init__(self, loop: Loop, run: Run) -> None:
+        super().__init__(run.terms)
         self._loop = loop
         self._run = run
 
-    def enter(self) -> bool:
-        return self._loop.enter(self._run)
+    def enter(self, run: Run) -> bool:
+        return self._loop.enter(run)
 
     def plan(self, window: Window) -> None:
         self._loop.plan(self._run, window)
@@ -300,5 +301,5 @@ class _Lane:
         return alike(window) if sent is None else self._loop.hear(self._run, window, sent)
 
     @property
-    def due(self) -> Sequence[bool]:
+    def due(self) -> Sequence[bool]:  # type: ignore[override] # read only
         return self._loop.due

@@ -12,7 +12,7 @@ from gradsync._loss import LossSum, check_loss, no_gradient
 from gradsync._registry import OPEN
 from gradsync.functional._backward import Joined, backward
 from gradsync.functional._boundary import Begun, Boundary
-from gradsync.functional._exchange import Counted, compare_sizes, meet_at_flush
+from gradsync.functional._exchange import Exchange, compare_sizes, meet_at_flush
 from gradsync.functional._leaf_hooks import weightless
 from gradsync.functional._order import HELD, Order, reduce
 from gradsync.functional._others import insist_on_one_window, land
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from gradsync.functional._backward import RunBackward
     from gradsync.functional._closing import Closing
-    from gradsync.functional._exchange import Exchange, Lane, Lanes
+    from gradsync.functional._exchange import Exchanges
     from gradsync.ranks.line import Sent
 
 
@@ -65,7 +65,7 @@ class Run:
         self.who = Who()
         # How gradients travel; `overlap` and `compress` put another way here.
         self.transport = Transport()
-        self._lane: Lane | None = None  # what the current place's loop is to this run; None without a loop
+        self._alone = self._exchange = Exchange(terms)  # outside of loops, and that of the current place
         self._heard: Sent | None = None  # the table of the window that closes, if it was sent before
         self._agreed = False  # whether the ranks have agreed to flush
 
@@ -86,16 +86,14 @@ class Run:
 
     # -- a micro-batch ----------------------------------------------------------------------------------------------
 
-    def start(self, who: Who, loop: Lanes | None = None) -> Place:
+    def start(self, who: Who, loop: Exchanges | None = None) -> Place:
         """A call begins: its place. A window is opened if none is."""
         if torch.is_inference_mode_enabled():
             raise no_gradient("this runs under torch.inference_mode()")
-        self.who, lane = who, None if loop is None else loop.lane(self)
-        self._lane = lane
         goes_on = self.window is not None
-        if not goes_on and lane is None:
-            self.open(self.fitting_team())
-        ends = lane is not None and lane.enter()
+        self.who = who
+        self._exchange = exchange = self._alone if loop is None else loop.exchange(self)
+        ends = exchange.enter(self)
         window = self._open_window
         last = ends or window.index + 1 >= window.size
         place = Place(window.number, window.index, window.size, last)
@@ -114,9 +112,9 @@ class Run:
         else:
             team.check_trainable(self.name)
 
-    def stand_in(self, lane: Lane, part: Part) -> Place:
+    def stand_in(self, exchange: Exchange, part: Part) -> Place:
         """The place of this rank in a window of the other ranks, after its own data has ended."""
-        self._lane = lane
+        self._exchange = exchange
         window = self.window or self.open(self.fitting_team())
         return Place(window.number, window.index, window.size, last=False, part=part)
 
@@ -299,7 +297,7 @@ class Run:
         """Close the open window now; None if no rank has one. Collective: the ranks agree first, if not done yet."""
         if not self._agreed and not self.agree_to_flush():
             return None
-        self._lane, self._agreed = None, False
+        self._exchange, self._agreed = self._alone, False
         team = self.fitting_team()
         window = self.window or self.open(team)
         self._heard = team.line.send(window.share(closing=self.key).row())
@@ -343,15 +341,12 @@ class Run:
         heard, self._heard = self._heard, None
         return Boundary(window, self.terms, self._exchange, self.transport, heard)
 
-    @property
-    def _exchange(self) -> Exchange:
-        return self._lane or Counted(self.terms, self.key)
-
     def _order_of_held(self, window: Window) -> Order:
         if window.sizes is not None:
             compare_sizes(window)
         # Where ranks may run out at different times, one synchronisation a window is what they can count on.
-        if self.terms.sync == "each" and (self._lane is None or window.team.num_ranks == 1 or window.team.lockstep):
+        exchange, team = self._exchange, window.team
+        if self.terms.sync == "each" and (not exchange.has_an_end or team.num_ranks == 1 or team.lockstep):
             return Order.of_boundary(window.active, 1, window.asked)
         for engine in window.active:  # asked in each micro-batch, where a comprehension would cost more
             if engine.owes_first:
