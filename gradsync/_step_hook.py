@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradsync._registry import STEP_HOOK, STEP_WATCHERS, STEPPING
+from gradsync._state import STEP_HOOK, STEP_WATCHERS, STEPPING
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import wrapt
 from typing_extensions import ParamSpec
 
-from gradsync._registry import FUNCTIONS
+from gradsync._state import FUNCTIONS
 from gradsync.decorator.over import Over, over
 from gradsync.decorator.participants import Finder, Naming
 from gradsync.decorator.registry import Registries

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gradsync._errors import GradSyncError
-from gradsync._registry import TRAVELLING
+from gradsync._state import TRAVELLING
 from gradsync._step_hook import stepping
 from gradsync.decorator.compressed import Compressed, travels_of
 from gradsync.functional import Transport, bare_optimizer, factor_of_update, window_size

@@ -15,7 +15,7 @@ import torch
 
 from gradsync.decorator.checkpoint import VERSION, check, check_steps_of, load, progress_in, save, windows_in
 from gradsync.decorator.loops import Loops
-from gradsync.decorator.orphaned import Orphaned
+from gradsync.decorator.optimizer_gone import Orphaned
 from gradsync.decorator.participants import check_complete, participants_of
 from gradsync.decorator.progress import Progress
 from gradsync.decorator.windows import Windows

@@ -26,8 +26,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from gradsync._errors import GradSyncError
-from gradsync._registry import WIRES
-from gradsync.engines._buffers import BuffersOnTheirWay
+from gradsync._state import WIRES
+from gradsync.engines._buffers_ahead import BuffersOnTheirWay
 from gradsync.engines._ddp_fits import (
     Joint,
     check,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from gradsync._errors import GradSyncError
-from gradsync._registry import WIRES
+from gradsync._state import WIRES
 from gradsync.engines._torch import ddp_finalizes_by_hand
 from gradsync.ranks.group import is_alive
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync import _registry
+from gradsync import _state
 from gradsync._errors import GradSyncError
 from gradsync.engines._behind import BehindEngine, Rest
 from gradsync.ranks.group import is_alive, ranks_of, several_ranks
@@ -36,7 +36,7 @@ def register(kind: type[nn.Module], make: Callable[[Any], Engine]) -> None:
 
     It returns an `Engine`; the engines of this package are examples.
     """
-    _registry.MAKERS[kind] = make
+    _state.MAKERS[kind] = make
 
 
 def find(models: Iterable[nn.Module]) -> list[Engine]:
@@ -70,10 +70,10 @@ def attach(
             agree(group, list(_named(rest)))
             known = BehindEngine(rest, group)
             for root in {anchor, *rest.roots}:
-                _registry.BEHIND[root] = [*_behind(root), known][-_KEPT:]
+                _state.BEHIND[root] = [*_behind(root), known][-_KEPT:]
         else:
             for root in {anchor, *rest.roots}:  # the latest comes last
-                _registry.BEHIND[root] = [*(one for one in _behind(root) if one is not known), known]
+                _state.BEHIND[root] = [*(one for one in _behind(root) if one is not known), known]
         engines.append(known)
     return engines
 
@@ -137,18 +137,18 @@ def bare(model: nn.Module) -> nn.Module:
 
 def _behind(module: nn.Module) -> list[BehindEngine]:
     """The engines behind a bare module whose group still exists, the latest last."""
-    engines = _registry.BEHIND.get(module, [])
+    engines = _state.BEHIND.get(module, [])
     return [one for one in engines if is_alive(one.group)]
 
 
 def _end_outgrown(roots: Iterable[nn.Module]) -> None:
     """Let go of the engines whose reducers no gradient reaches any more, so that the next finds things as they are."""
-    known = {root: _registry.BEHIND[root] for root in roots if root in _registry.BEHIND}
+    known = {root: _state.BEHIND[root] for root in roots if root in _state.BEHIND}
     outgrown = {one for engines in known.values() for one in engines if one.is_outgrown}
     for one in outgrown:
         one.forget_reducer()
     for root, engines in known.items():
-        _registry.BEHIND[root] = [one for one in engines if one not in outgrown]
+        _state.BEHIND[root] = [one for one in engines if one not in outgrown]
 
 
 def _walk(models: Iterable[nn.Module]) -> tuple[list[Engine], set[int]]:
@@ -237,8 +237,8 @@ def _make_for(kind: type[nn.Module]) -> Callable[[Any], Engine] | None:
     for base in kind.__mro__:
         if base is nn.Module:
             break
-        if base in _registry.MAKERS:
-            return _registry.MAKERS[base]
+        if base in _state.MAKERS:
+            return _state.MAKERS[base]
         where = _MAKERS.get(f"{base.__module__}.{base.__qualname__}")
         if where is not None:
             make: Callable[[Any], Engine] = getattr(import_module(f"gradsync.engines.{where[0]}"), where[1])

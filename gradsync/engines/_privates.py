@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradsync._registry import SAID_OF_TORCH
+from gradsync._state import SAID_OF_TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

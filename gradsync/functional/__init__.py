@@ -63,9 +63,8 @@ from gradsync.functional._fit import Fitting, fit
 from gradsync.functional._gradient_watch import GradientWatch
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
 from gradsync.functional._in_parts import InParts, PartedBackward
-from gradsync.functional._iterator import sync_every
+from gradsync.functional._items import length, with_last
 from gradsync.functional._lockstep import StandIn
-from gradsync.functional._loop import Loop
 from gradsync.functional._micro_step import MicroStep
 from gradsync.functional._no_sync import no_sync
 from gradsync.functional._owned import bare_optimizer, owned
@@ -74,13 +73,14 @@ from gradsync.functional._rows import rows_that_fit
 from gradsync.functional._run import Run
 from gradsync.functional._scaling import is_scaling
 from gradsync.functional._steps import Steps, correction, sizes, window_size
-from gradsync.functional._stream import length, with_last
+from gradsync.functional._sync_every import sync_every
 from gradsync.functional._sync_gradients import sync_gradients
 from gradsync.functional._table import Share
 from gradsync.functional._tail import Tail, ends_with_data, factor_of_update
 from gradsync.functional._team import Team
 from gradsync.functional._terms import Terms, Who
 from gradsync.functional._transport import Transport
+from gradsync.functional._uneven_loop import Loop
 from gradsync.functional._update import (
     NonFinite,
     Update,

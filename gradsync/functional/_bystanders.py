@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync._registry import SWITCHING
+from gradsync._state import SWITCHING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,7 +22,7 @@ class Exchange:
     """How the ranks tell each other their shares of a window that closes.
 
     This is the exchange outside of loops: all ranks make equally many calls, and a table is sent where shares may
-    differ. That of a run in a loop is in `_loop.py`.
+    differ. That of a run in a loop is in `_uneven_loop.py`.
     """
 
     #: By rank: whether it was to have a micro-batch in the window that closes next; empty where all were.

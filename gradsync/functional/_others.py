@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradsync._errors import GradSyncError
-from gradsync._registry import OPEN, TRAVELLING
+from gradsync._state import OPEN, TRAVELLING
 
 if TYPE_CHECKING:
     from collections.abc import Collection

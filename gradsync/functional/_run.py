@@ -9,7 +9,7 @@ import torch
 from torch.autograd import profiler
 
 from gradsync._loss import LossSum, check_loss, no_gradient
-from gradsync._registry import OPEN
+from gradsync._state import OPEN
 from gradsync.functional._backward import Joined, backward
 from gradsync.functional._boundary import Begun, Boundary
 from gradsync.functional._exchange import Exchange, compare_sizes, meet_at_flush

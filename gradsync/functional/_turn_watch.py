@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
-from gradsync._registry import OPEN
+from gradsync._state import OPEN
 from gradsync._step_hook import unwatch_steps, watch_steps
 from gradsync.functional._gradient_watch import GradientWatch
 from gradsync.functional._leaf_hooks import PlainBackward

@@ -9,7 +9,7 @@ import torch
 
 from gradsync._errors import GradSyncError, is_misuse
 from gradsync._loss import LossSum
-from gradsync.functional._count import Count
+from gradsync.functional._loss_sum_count import Count
 from gradsync.functional._scaling import Scale, is_scaling
 from gradsync.functional._table import MEANS, NOBODY, NOTHING, SUMS, Share
 from gradsync.ranks.lost import is_lost

@@ -15,7 +15,7 @@ import warnings
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from gradsync._registry import TRAVELLING
+from gradsync._state import TRAVELLING
 from gradsync.engines import settle_all_groups
 from gradsync.overlap import LEFT
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.autograd import Variable, profiler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradsync._registry import SAID_OF_TORCH
+from gradsync._state import SAID_OF_TORCH
 from gradsync.engines._ddp_fits import Joint
 from gradsync.engines._privates import PRIVATES, check_torch, missing
 

@@ -16,7 +16,7 @@ import gradsync.functional
 PACKAGE = Path(gradsync.__file__).parent
 CORE = ("functional", "decorator", "ranks")
 PROGRAMS = ("gradsync.bench", "gradsync.verify")  # which run in processes of their own
-STATE = "gradsync._registry"  # the one file that keeps state at module level
+STATE = "gradsync._state"  # the one file that keeps state at module level
 # What differs between versions of torch is written once; the audit asks engines of any kind, those not made here too.
 MAY_IMPORT_PRIVATES = {("gradsync._audit.engines", "gradsync.engines._torch")}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, TypeVar
 
-from gradsync.functional._stream import with_known
+from gradsync.functional._items import with_known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator

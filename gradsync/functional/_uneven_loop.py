@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradsync._errors import GradSyncError
 from gradsync._frames import driver_of, is_running
-from gradsync._registry import LOOPS
-from gradsync.functional._data import Data
+from gradsync._state import LOOPS
 from gradsync.functional._exchange import Exchange, alike
+from gradsync.functional._items_left import Data
 from gradsync.functional._lockstep import Lockstep, StandIn
 from gradsync.functional._loop_checks import (
     check_lengths,

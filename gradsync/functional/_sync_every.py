@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from gradsync.functional._items import length
 from gradsync.functional._left import leave
-from gradsync.functional._loop import Loop
 from gradsync.functional._micro_step import MicroStep, Turn
 from gradsync.functional._no_sync import check_modules
 from gradsync.functional._run import Run
-from gradsync.functional._stream import length
 from gradsync.functional._terms import Terms, Who
+from gradsync.functional._uneven_loop import Loop
 from gradsync.ranks.group import require_group
 from gradsync.ranks.meet import insist, meet
 
