@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +149,13 @@ def test_imports_go_one_way() -> None:
     assert not loops(modules)
     assert not loops(packages)
     assert loops({"a": {"b"}, "b": {"a"}, "c": {"a"}}) == ["a", "b"]
+
+
+@pytest.mark.parametrize("room", CORE)
+def test_each_room_of_the_core_has_a_map_of_all_its_files(room: str) -> None:
+    text = (PACKAGE / room / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+\.py)`", text))
+    assert named == {path.name for path in (PACKAGE / room).glob("*.py")} - {"__init__.py"}
 
 
 def test_no_file_is_long() -> None:
