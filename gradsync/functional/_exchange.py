@@ -36,11 +36,11 @@ class Exchange:
     def enter(self, run: Any) -> bool:
         """Called when a call begins. Opens a window if none is open; returns whether the data ends with this call."""
         if run.window is None:
-            run.open(run.fitting_team())
+            self.plan(run.open(run.fitting_team()))
         return False
 
     def plan(self, window: Window) -> None:
-        """Called when a window opens. Where forwards communicate, windows of other sizes would hang: compare them."""
+        """Called when a call opens a window. Where forwards communicate, other sizes would hang: compare them."""
         if window.team.lockstep and (window.team.is_new or callable(self._terms.steps)):
             window.sizes = window.team.line.send([float(window.size)])
 
@@ -74,7 +74,7 @@ class Exchange:
             return
         words = self._terms.in_words(window.number)
         said = meet(team.group, f"the first boundary of {team.name}", {**words, "loss": window.kind})
-        insist([{key: one[key] for key in words} for one in said])
+        insist(said, words)
         agreed([(rank, IN_WORDS[one["loss"]]) for rank, one in enumerate(said) if one["loss"]], "kind of loss")
         team.kind = max(one["loss"] for one in said)
 
@@ -112,5 +112,5 @@ def meet_at_flush(team: Team, number: int, index: int) -> list[int]:
     """How many micro-batches each rank has in its open window. Raises unless all ranks closed as many windows."""
     words = {"number of closed windows at flush": number}
     said = meet(team.group, f"flush of {team.name}", {**words, "open": index})
-    insist([{key: one[key] for key in words} for one in said])
+    insist(said, words)
     return [one["open"] for one in said]

@@ -114,8 +114,10 @@ class Run:
 
     def stand_in(self, exchange: Exchange, part: Part) -> Place:
         """The place of this rank in a window of the other ranks, after its own data has ended."""
-        self._exchange = exchange
-        window = self.window or self.open(self.fitting_team())
+        self._exchange, window = exchange, self.window
+        if window is None:
+            window = self.open(self.fitting_team())
+            exchange.plan(window)
         return Place(window.number, window.index, window.size, last=False, part=part)
 
     def holding(self, place: Place) -> AbstractContextManager[Any]:
@@ -260,7 +262,6 @@ class Run:
         self.transport.check(team)
         window = Window(team, self.number, window_size(self.terms.steps, self.number))
         window.keeps_losses = self.terms.keeps_losses
-        self._exchange.plan(window)
         OPEN.add(self)
         self.window = window
         return window

@@ -114,17 +114,16 @@ class Loop:
                 talk.announce(run)
             talk.called.append(run)
             talk.check_keys()
-        window = run.window or run.open(run.fitting_team())
+        window = run.window
+        if window is None:
+            window = run.open(run.fitting_team())
+            self._lockstep.plan(run, window)
         if talk.is_in_lockstep:
             ends = self._lockstep.ends(run, window)
         else:
             # Ranks with more items may come to another run's window first. They tell which one is next in `rest`.
             ends = self.data.is_in_last_call(run) and (self._is_as_long or len(talk.known) <= 1)
         return ends and ends_with_data(run.terms.tail)
-
-    def plan(self, run: Run, window: Window) -> None:
-        """Called when a window opens."""
-        self._lockstep.plan(run, window)
 
     # -- a window that closes ---------------------------------------------------------------------------------------
 
@@ -290,7 +289,7 @@ class _InLoop(Exchange):
         return self._loop.enter(run)
 
     def plan(self, window: Window) -> None:
-        self._loop.plan(self._run, window)
+        self._loop._lockstep.plan(self._run, window)
 
     def send(self, window: Window) -> Sent | None:
         if window.team.num_ranks == 1:

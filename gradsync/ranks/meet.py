@@ -61,9 +61,9 @@ _ONE_MODEL = "Make them equal: the ranks of a group train one model, window by w
 ONE_FORWARD = "Ranks of one tensor-parallel group run one forward: give them the same data."
 
 
-def insist(said: Sequence[Mapping[str, Any]]) -> None:
-    """Raise on every rank if the ranks said different things; the error says which rank said what."""
-    for key in said[0]:
+def insist(said: Sequence[Mapping[str, Any]], keys: Iterable[str] | None = None) -> None:
+    """Raise on every rank if the ranks said different things of these keys, or any; the error says who said what."""
+    for key in said[0] if keys is None else keys:
         agreed([(rank, words.get(key)) for rank, words in enumerate(said)], key)
 
 
