@@ -139,7 +139,7 @@ class Overlapped(Transport):
             self.settle()
 
     def lands_before(self, place: Place) -> bool:
-        """Whether what travels lands between the micro-batch of this place and the boundary behind it.
+        """Whether what travels lands after the micro-batch of this place and before the boundary that follows.
 
         So it is in the last place of a short window, if full windows land before their boundary: an `on_update` with
         collectives, or with an exception, then comes on all ranks before those of the boundary.

@@ -1,4 +1,4 @@
-"""`Windows`: those of a step function and its optimizers, one after another. Each call is a micro-batch of one."""
+"""`Windows`: the windows of a step function and its optimizers, one after another. A call is a micro-batch."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class Boundary:
         self._due: Sequence[bool] = ()  # which ranks were to have a micro-batch, by rank
         self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
         self._arrivals: Sequence[Callable[[], None]] | None = None  # waits for buffers that have left already
-        self._begun: Order | None = None  # by `begin`,
-        self._carrying: AbstractContextManager[Any] | None = None  # which has entered this
+        self._begun: Order | None = None  # the order that `begin` has returned
+        self._carrying: AbstractContextManager[Any] | None = None  # the context that `begin` has entered
 
     def order(self) -> Order:
         """How the engines synchronise. The table leaves now; or, if they synchronise twice, between the two."""

@@ -25,9 +25,9 @@ class Exchange:
     differ. That of a run in a loop is in `_uneven_loop.py`.
     """
 
-    #: By rank: whether it was to have a micro-batch in the window that closes next; empty where all were.
+    #: For each rank, whether a micro-batch of it is expected in the window that closes next; empty if one of each is.
     due: Sequence[bool] = ()
-    #: Whether the data ends, in a loop. Then the mean over all ranks is known on a single rank, too.
+    #: Whether this is a loop, whose data ends. Then a single rank knows the mean loss over all ranks, its own.
     has_an_end = False
 
     def __init__(self, terms: Terms) -> None:

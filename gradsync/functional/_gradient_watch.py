@@ -34,7 +34,7 @@ class GradientWatch:
         self._left: tuple[list[torch.Tensor | None], list[int]] | None = None
 
     def watch(self, team: Team) -> None:
-        """Watch the gradients of this team, but those of parameters that no optimizer of its has."""
+        """Watch the gradients of this team, except those of parameters that are in none of its optimizers."""
         unowned = set(map(id, team.unowned))
         self.team, self._left = team, None
         self._watched = [parameter for parameter in team.watchable if id(parameter) not in unowned]

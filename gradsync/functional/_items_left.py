@@ -73,7 +73,7 @@ class Data:
     @property
     def num_known(self) -> int:
         """How many items are known to come."""
-        return self._drawn or 0 if self.length is None else self.length - self.num_items
+        return (self._drawn or 0) if self.length is None else self.length - self.num_items
 
     def _finish_item(self) -> None:
         if not self._calls:

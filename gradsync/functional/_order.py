@@ -21,11 +21,11 @@ class Order(NamedTuple):
     after: Sequence[Engine] = ()  # after those, one after another
     again: Sequence[Engine] = ()  # all engines, once more
     between: Callable[[], object] = bool  # called right before `again`
-    asked: Sequence[Engine] = ()  # what is wrong with the parameters that this rank has used
+    asked: Sequence[Engine] = ()  # those to be asked what is wrong with the parameters that this rank has used
 
     @classmethod
     def of_boundary(cls, engines: Sequence[Engine], size: int, asked: Sequence[Engine]) -> Order:
-        """The order at the boundary of a window that is planned for `size` micro-batches; `asked` are asked about use.
+        """The order at the boundary of a window that is planned for `size` micro-batches.
 
         An engine with a static graph must synchronise in the backward of its very first micro-batch. In a window of
         more than one micro-batch, it synchronises a second time, at the boundary. It does so even if the first

@@ -47,13 +47,13 @@ class Snapshot:
     num_inside: int  # how many of these, from the first, are in a model
     owned: Sequence[nn.Parameter]
     owned_ids: Sequence[int]
-    roots: Sequence[int]  # the ids of the models,
-    modules: Sequence[_Module]  # and all modules in them
+    roots: Sequence[int]  # the ids of the models
+    modules: Sequence[_Module]  # all modules in them
     wrappers: Sequence[int]  # places and ids of the modules that an engine is made for
     emptied: Sequence[int]  # the ids of the modules whose parameters an engine has put into others
     kinds: Mapping[type, bool]  # the classes of all modules, and whether an engine is made for each
-    group: object  # the default process group,
-    world: object  # and the same if it has several ranks
+    group: object  # the default process group
+    world: object  # the default process group if it has several ranks, else None
 
     @classmethod
     def of(

@@ -1,4 +1,4 @@
-"""`Talk`: the tables that the ranks exchange in a loop, about which run each is, and what was said last."""
+"""`Talk`: the tables that ranks exchange in a loop. A table names the run that it is about, by its key."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Loop:
         if talk.is_in_lockstep:
             ends = self._lockstep.ends(run, window)
         else:
-            # Ranks with more items may come to another run's window first. They tell which one is next in `rest`.
+            # Ranks with more items may come to another run's window first. In `rest` they say which one is next.
             ends = self.data.is_in_last_call(run) and (self._is_as_long or len(talk.known) <= 1)
         return ends and ends_with_data(run.terms.tail)
 

@@ -66,7 +66,7 @@ class Window:
         self.scale: Scale | None = None
 
     def add(self, loss: torch.Tensor | LossSum) -> None:
-        """Count a micro-batch of this loss, which is unchecked: it may be detached already."""
+        """Count a micro-batch of this loss. It is not checked, because it may be detached already."""
         tensor, kind = (loss.loss, SUMS) if isinstance(loss, LossSum) else (loss, MEANS)
         if kind != self.kind:
             if self.kind != NOTHING:
