@@ -162,7 +162,9 @@ def _everybody_is_empty(group: dist.ProcessGroup) -> bool:
     limit = time.monotonic() + timeout_of(group)
     while time.monotonic() < limit:
         everybody = all(store.add(f"gradsync/empty/{other}", 0) >= mine for other in range(group.size()))
-        if store.add(f"gradsync/needed/{rank}", 0) >= mine:  # the rank that sets it does so before it counts itself as empty
+        if (
+            store.add(f"gradsync/needed/{rank}", 0) >= mine
+        ):  # the rank that sets it does so before it counts itself as empty
             store.add(f"gradsync/{rank}", 1)  # the meeting that this rank missed
             return False
         if everybody:
