@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import inspect
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import wrapt
@@ -253,7 +253,8 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
     def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
         code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
         place = (code.co_filename, code.co_firstlineno) if code is not None else ("gradsync", 0)
-        name = getattr(function, "__qualname__", repr(function)).rpartition("<locals>.")[2]
+        inner = function.func if isinstance(function, partial) else function
+        name = getattr(inner, "__qualname__", type(inner).__qualname__).rpartition("<locals>.")[2]
         registries = Registries(name, settings, place)
         bound = inspect.ismethod(function)  # a bound method was decorated: only wrapt knows its instance
 
@@ -284,8 +285,12 @@ class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
     def __copy__(self) -> _Accumulating:
         return self
 
-    def __deepcopy__(self, _: dict[int, Any]) -> _Accumulating:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Accumulating:
+        if not inspect.ismethod(self.__wrapped__):
+            return self
+        # A bound method is copied with its instance, like Python's own, and so are the models that were named.
+        settings = copy.deepcopy(self._registry.settings, memo)
+        return _Accumulating(copy.deepcopy(self.__wrapped__, memo), settings)
 
 
 @atexit.register

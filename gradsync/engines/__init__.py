@@ -1,6 +1,7 @@
 """One file for each engine, with the same protocol. Engines know nothing of losses, counts or optimizers."""
 
 from gradsync.engines._buckets import gradients_in, in_pairs
+from gradsync.engines._ddp_forward import is_compiled
 from gradsync.engines._find import (
     attach,
     bare,
@@ -27,6 +28,7 @@ __all__ = [
     "gradients_in",
     "in_our_words",
     "in_pairs",
+    "is_compiled",
     "is_engine",
     "is_in_pieces",
     "register",

@@ -158,9 +158,11 @@ def _make(rest: Rest, group: dist.ProcessGroup | None) -> DistributedDataParalle
     # DDP reduces its buckets in reverse order: no other gradient waits for the first parameter.
     shell.ledger = nn.Parameter(torch.zeros(len(parameters), dtype=dtype, device=parameters[0].device))
     ignored: list[str] = []
+    mine = set(map(id, parameters))
     for place, root in enumerate(rest.roots):
         shell.add_module(f"root{place}", root)
-        theirs = getattr(root, "_ddp_params_and_buffers_to_ignore", ())
+        synchronised = {name for name, p in root.named_parameters() if id(p) in mine}
+        theirs = set(getattr(root, "_ddp_params_and_buffers_to_ignore", ())) - synchronised
         ignored += [f"root{place}.{name}" for name in theirs]
         ignored += [f"root{place}.{name}" for name, p in root.named_parameters() if id(p) in rest.covered]
     for place, parameter in enumerate(rest.loose):

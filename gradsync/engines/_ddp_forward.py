@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import nn
+
 
 def moved(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
     """The inputs of a forward, on the device that DDP moves them to."""
@@ -29,6 +31,11 @@ def as_it_is(output: Any) -> Any:
     return output
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile runs it, in a wrapper (`torch.compile(module)`) or in place (`module.compile()`)."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
 def shortcut(ddp: DistributedDataParallel) -> Callable[..., Any] | None:
     """The forward of the module inside, if the forward of a held DDP would add nothing but its own cost; else None.
 
@@ -37,7 +44,7 @@ def shortcut(ddp: DistributedDataParallel) -> Callable[..., Any] | None:
     """
     works = ddp.device_ids or ddp.mixed_precision or ddp.find_unused_parameters or ddp.static_graph
     own = type(ddp).forward is not DistributedDataParallel.forward or "forward" in vars(ddp)
-    compiled = any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in ddp.modules())
+    compiled = any(map(is_compiled, ddp.modules()))
     in_backward = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp._module_parameters)
     if works or own or compiled or in_backward or ddp._use_python_reducer:
         return None

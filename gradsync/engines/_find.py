@@ -178,17 +178,13 @@ def _walk(models: Iterable[nn.Module]) -> tuple[list[Engine], set[int]]:
 def _rests(roots: Sequence[nn.Module], loose: Iterable[nn.Parameter], covered: set[int]) -> Iterator[Rest]:
     """What is in no engine and needs one, by type of device, because a DDP takes a single type."""
     inside: dict[nn.Parameter, None] = {}
-    left_out: set[int] = set()
+    owned = {id(parameter): parameter for parameter in loose}
     for root in roots:
         ignored = set(getattr(root, "_ddp_params_and_buffers_to_ignore", ()))
         for name, parameter in root.named_parameters():
-            if id(parameter) in covered:
-                continue
-            if name in ignored:
-                left_out.add(id(parameter))
-            else:
+            if id(parameter) not in covered and (name not in ignored or id(parameter) in owned):
                 inside[parameter] = None
-    outside = [p for p in dict.fromkeys(loose) if p not in inside and id(p) not in covered and id(p) not in left_out]
+    outside = [parameter for key, parameter in owned.items() if parameter not in inside and key not in covered]
     trainable = [parameter for parameter in (*outside, *inside) if _needs_engine(parameter)]
     for device in dict.fromkeys(parameter.device.type for parameter in trainable):
         mine = [parameter for parameter in trainable if parameter.device.type == device]

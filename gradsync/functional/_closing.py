@@ -124,6 +124,8 @@ def _insist_on_alike(shares: Sequence[Share]) -> None:
     """Raise if the ranks planned windows of different sizes, or returned different kinds of losses."""
     agreed([(r, int(share.size)) for r, share in enumerate(shares) if share.size], "number of steps in a window")
     returned = [(rank, share.kind) for rank, share in enumerate(shares) if share.num_micro_batches]
+    scales = [(rank, float(share.scale)) for rank, share in enumerate(shares) if share.num_micro_batches]
+    agreed(scales, "scale of the GradScaler", "Load its state on all ranks, or on none.")
     if len({kind for _, kind in returned}) > 1:
         raise GradSyncError(
             "All ranks must return the same kind of loss in a window, but "

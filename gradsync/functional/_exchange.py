@@ -32,6 +32,7 @@ class Exchange:
 
     def __init__(self, terms: Terms) -> None:
         self._terms = terms
+        self._always = bool(terms.skip) or callable(terms.steps)  # whether a table is sent for each window
 
     def enter(self, run: Any) -> bool:
         """Called when a call begins. Opens a window if none is open; returns whether the data ends with this call."""
@@ -51,9 +52,8 @@ class Exchange:
         """
         if window.team.num_ranks == 1:
             return None
-        always = bool(self._terms.skip) or callable(self._terms.steps)  # a table is sent for each window
-        self._agree_on_kind(window, is_told_later=always)
-        if always or window.kind == SUMS or window.num_own < window.size:
+        self.agree(window)
+        if self._always or window.kind == SUMS or window.scale is not None or window.num_own < window.size:
             return window.team.line.send(window.share().row())
         if window.kind != PLAIN and window.num_micro_batches != window.size:
             raise GradSyncError(
@@ -67,15 +67,19 @@ class Exchange:
         """The shares of all ranks. Waits for what was sent, and for nothing else."""
         return alike(window) if sent is None else [Share.of(row) for row in sent.rows()]
 
-    def _agree_on_kind(self, window: Window, *, is_told_later: bool) -> None:
+    def agree(self, window: Window) -> None:
         """Before a team's first synchronisation: compare what would make ranks wait forever if it differed."""
         team = window.team
-        if team.kind != NOTHING and (is_told_later or window.kind == team.kind):
+        if team.kind != NOTHING and (self._always or window.kind == team.kind):
             return
         words = self._terms.in_words(window.number)
-        said = meet(team.group, f"the first boundary of {team.name}", {**words, "loss": window.kind})
+        scaler = "none" if window.scale is None else "one that scales"
+        mine = {**words, "loss": window.kind, "scaler": scaler}
+        said = meet(team.group, f"the first boundary of {team.name}", mine)
         insist(said, words)
-        agreed([(rank, IN_WORDS[one["loss"]]) for rank, one in enumerate(said) if one["loss"]], "kind of loss")
+        with_loss = [(rank, one) for rank, one in enumerate(said) if one["loss"]]
+        agreed([(rank, IN_WORDS[one["loss"]]) for rank, one in with_loss], "kind of loss")
+        agreed([(rank, one["scaler"]) for rank, one in with_loss], "GradScaler")
         team.kind = max(one["loss"] for one in said)
 
 

@@ -348,6 +348,8 @@ class Run:
         # Where ranks may run out at different times, one synchronisation a window is what they can count on.
         exchange, team = self._exchange, window.team
         if self.terms.sync == "each" and (not exchange.has_an_end or team.num_ranks == 1 or team.lockstep):
+            if team.num_ranks > 1:
+                exchange.agree(window)  # a rank with another sync would wait at its boundary
             return Order.of_boundary(window.active, 1, window.asked)
         for engine in window.active:  # asked in each micro-batch, where a comprehension would cost more
             if engine.owes_first:

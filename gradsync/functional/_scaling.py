@@ -45,6 +45,19 @@ class Scale:
         current = _current(scaler)
         return cls(current.clone(), (id(current), current._version))
 
+    @staticmethod
+    def insist_on_unscaled(scaler: GradScaler, loss: torch.Tensor) -> None:
+        """Raise for what `scaler.scale(...)` has returned: a product, with the scaler's own tensor."""
+        node, scale = loss.grad_fn, scaler._scale
+        if scale is None or node is None or node.name() != "MulBackward0":
+            return
+        other: Any = getattr(node, "_saved_other", None)
+        if isinstance(other, torch.Tensor) and other.data_ptr() == scale.data_ptr():
+            raise GradSyncError(
+                "The loss must come as it is, because it is scaled here by the GradScaler that takes part, but it was "
+                "scaled by scaler.scale(loss) already. Return the loss itself."
+            )
+
     def apply(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss, scaled."""
         return loss * self.value.to(loss.device, non_blocking=True)

@@ -29,6 +29,7 @@ class Share(NamedTuple):
     open: float = NOBODY  # the key of the first run of the loop with an open window here
     left: float = 0.0  # items still to come; inf if unknown
     once: float = 0.0  # 1 if its loop has called once for each item so far
+    scale: float | torch.Tensor = 0.0  # of its GradScaler; 0 without one
 
     def row(self) -> list[float | torch.Tensor]:
         """Its numbers, in order."""

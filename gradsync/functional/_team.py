@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradsync._errors import GradSyncError
-from gradsync.engines import attach, find, ungather
+from gradsync.engines import attach, find, is_compiled, ungather
 from gradsync.functional._backward import Hold
 from gradsync.functional._bystanders import Bystanders
 from gradsync.functional._gradients import discard, is_there
@@ -59,19 +59,20 @@ class Team:
         self.seeds: dict[Any, torch.Tensor] = {}  # the gradients that backwards begin with, by what they depend on
         mine = owned(optimizers)
         ids = set(map(id, mine))
-        trained = [m for m in models if not optimizers or any(id(p) in ids for p in m.parameters())]
-        if not trained:
+        stepped = [m for m in models if not optimizers or any(id(p) in ids for p in m.parameters())]
+        if not stepped:
             raise GradSyncError(_no_model(name, models, optimizers))
-        inside = {id(module) for model in trained for module in model.modules() if module is not model}
-        trained = [model for model in trained if id(model) not in inside]
+        inside = {id(module) for model in stepped for module in model.modules() if module is not model}
+        trained = [model for model in stepped if id(model) not in inside]
         self.parameters = list(dict.fromkeys([*(p for model in trained for p in model.parameters()), *mine]))
         self.in_models = {id(p) for model in trained for p in model.parameters()}
         self.ids = theirs = frozenset(map(id, self.parameters))
         _insist_on_models(name, mine, trained, before)
-        watching = [m for m in models if not any(id(p) in theirs for p in m.parameters())]
+        watching = [m for m in models if not any(m is one for one in stepped)]
         with WaitingFor(lambda: f"the first window of {name}, which makes the models equal"):
             engines = attach(trained, mine, lambda *those: _agree(name, *those))
-        self._set_engines(engines, Bystanders([p for m in watching for p in m.parameters()], find(watching)), sync)
+        held = [p for m in watching for p in m.parameters() if id(p) not in theirs]
+        self._set_engines(engines, Bystanders(held, [one for one in find(watching) if one not in engines]), sync)
         self._snapshot = Snapshot.of(models, mine, trained=self.ids, emptied=self._emptied)
         self.unowned = [p for p in self.parameters if id(p) not in ids] if optimizers else []
         self._flags = [*map(_FLAG, self.parameters)]
@@ -101,7 +102,11 @@ class Team:
     def first_hold(self, name: str, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """`hold`, for the first micro-batch: it also looks for engines that only the body knows."""
         self.is_new = False
-        return both(SecondEngineWatch(name, models, self.ids), self.hold) if self.num_ranks > 1 else self.hold
+        # torch.compile would compile once more for the hook of this watch.
+        compiled = any(is_compiled(module) for model in models for module in model.modules())
+        if self.num_ranks == 1 or compiled:
+            return self.hold
+        return both(SecondEngineWatch(name, models, self.ids), self.hold)
 
     def fits(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> bool:
         """Whether models and optimizers are as they were. Asked when a window opens."""

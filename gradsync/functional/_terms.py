@@ -41,7 +41,10 @@ class Terms:
         """What the ranks compare for window `number`."""
         steps = window_size(self.steps, number)
         skip = [kind.__name__ for kind in self.skip]
-        return {"steps": steps, "tail": self.tail, "sync": self.sync, "skip": skip, **self.words}
+        kind = "a function" if callable(self.steps) else "a number"
+        return {
+            "steps": steps, "kind of steps": kind, "tail": self.tail, "sync": self.sync, "skip": skip, **self.words
+        }  # fmt: skip
 
 
 class Who:

@@ -197,6 +197,8 @@ class Loop:
         """The next window that any rank closes, where no forward communicates."""
         talk, runs = self._talk, self._talk.known
         alone = runs[0] if len(runs) == 1 else None
+        if alone is not None:
+            alone.fitting_team()  # collective where participants have changed: the others make it as a window opens
         mine = Share(open=talk.first_open, left=0.0 if alone else _ASKS)
         if alone is not None and alone.window is not None:
             mine = alone.window.share(opened=talk.first_open)
@@ -290,6 +292,9 @@ class _InLoop(Exchange):
 
     def plan(self, window: Window) -> None:
         self._loop._lockstep.plan(self._run, window)
+
+    def agree(self, window: Window) -> None:
+        """The ranks have compared their settings when they met."""
 
     def send(self, window: Window) -> Sent | None:
         if window.team.num_ranks == 1:

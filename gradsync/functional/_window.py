@@ -108,6 +108,7 @@ class Window:
         """The tensor from which to run the backward of a loss, and the gradient to begin with (None: 1)."""
         tensor, seed = (loss.loss, None) if isinstance(loss, LossSum) else (loss, self._seed(loss))
         if is_scaling(scaler):
+            Scale.insist_on_unscaled(scaler, tensor)
             self.scale = self.scale or Scale.of(scaler, tensor)
             tensor = self.scale.apply(tensor)
         return tensor, seed
@@ -138,6 +139,7 @@ class Window:
             open=opened,
             left=left,
             once=once,
+            scale=0.0 if self.scale is None else self.scale.value,
         )
 
     def state(self) -> dict[str, Any]:

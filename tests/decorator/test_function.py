@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import types
@@ -65,6 +66,64 @@ def test_copying_and_pickling_are_those_of_a_function():
         of_class(other, micro_batch(0, 0))
         assert other.train_step.progress.index == 1
         other.train_step.reset()
+
+
+class OwnLoss:
+    """As in the README: a bound method is decorated, and models are named."""
+
+    def __init__(self, acc: int) -> None:
+        self.model = torch.nn.Linear(3, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.told = []
+        self.step = gradsync.accumulating(acc, model=self.model, optimizer=self.optimizer, on_update=self.tell)(self.loss)
+
+    def loss(self, x):
+        return self.model(x).square().mean()
+
+    def tell(self, progress):
+        self.told.append(progress.updates)
+
+
+def test_a_copy_of_what_has_decorated_its_method_trains_its_own_model():
+    one = OwnLoss(2)
+    one.step(torch.ones(2, 3))
+    two = copy.deepcopy(one)
+    before = [copy.deepcopy(trainer.model.state_dict()) for trainer in (one, two)]
+    for _ in range(2):
+        two.step(torch.ones(2, 3))
+    moved = [
+        any(not torch.equal(value, state[name]) for name, value in trainer.model.state_dict().items())
+        for trainer, state in zip((one, two), before, strict=True)
+    ]
+    assert moved == [False, True]
+    assert (one.told, two.told) == ([], [1])
+    assert (one.step.progress.index, two.step.progress.micro_steps) == (1, 2)
+    one.step.reset()
+
+
+def named_without_a_name(wrap: str) -> int:
+    """What has no name of its own has the same name on all ranks."""
+    function = {"partial": functools.partial(weighed_loss, 0.5), "object": WeighedLoss()}[wrap]
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gradsync.accumulating(2)(function)
+    for x in step.over(torch.ones(4, 2, 3)):
+        step(model, optimizer, x)
+    return step.progress.updates
+
+
+def weighed_loss(weight, model, optimizer, x):
+    return model(x).square().mean() * weight
+
+
+class WeighedLoss:
+    def __call__(self, model, optimizer, x):
+        return weighed_loss(2.0, model, optimizer, x)
+
+
+@pytest.mark.parametrize("wrap", ["partial", "object"])
+def test_a_partial_and_a_callable_object_on_two_ranks(ranks, wrap):
+    assert ranks(2).run(named_without_a_name, wrap) == [2, 2]
 
 
 def test_the_model_can_be_copied_and_pickled_at_any_time():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
+import gradsync
 from tests.support.compare import assert_equal_states
 from tests.support.homes import home_of
 from tests.support.training import Run, reference
@@ -38,3 +41,31 @@ FSDP2 = ["fsdp2", "fsdp2_gathered", "replicate_fsdp"]
 def test_compiled_models_are_not_compiled_again(ranks, engine):
     """After the second window."""
     ranks(1 if engine == "none" else 4 if "hsdp" in engine else 2).run(compiled, engine)
+
+
+def compiled_once() -> int:
+    """How often a bare model is compiled in a loop that never changes; a warning of torch's is an error here."""
+    made = []
+
+    def backend(graph, _):
+        made.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend=backend)
+
+    @gradsync.accumulating(steps=2)
+    def step(compiled, optimizer, x):
+        return compiled(x).square().mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x in step.over(torch.ones(6, 4, 3)):
+            step(compiled, optimizer, x)
+    return len(made)
+
+
+def test_a_compiled_bare_model_is_compiled_once(ranks):
+    assert ranks(2).run(compiled_once) == [1, 1]

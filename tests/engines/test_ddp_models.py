@@ -50,6 +50,13 @@ def cast_and_back_once_wrapped(wrap: str) -> Setting:
     return setting
 
 
+def marked_for_ddp_to_ignore(wrap: str) -> Setting:
+    """torch's mark says what DDP leaves out; what the optimizer steps is synchronised all the same."""
+    model = small_model()
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    return around(wrap, model)
+
+
 def with_other_storage_once_wrapped(wrap: str) -> Setting:
     setting = around(wrap, small_model())
     with torch.no_grad():
@@ -156,7 +163,7 @@ def exact(make: Callable[[str], Setting], wrap: str, lengths: list[int]) -> None
     [
         static, static_unused, reentrant, not_reentrant, static_reentrant, sparse, ddp_of_compiled, compiled_ddp, inside,
         partly_inside, several, bypassed, two_forwards, cast_once_wrapped, cast_and_back_once_wrapped,
-        with_other_storage_once_wrapped,
+        with_other_storage_once_wrapped, marked_for_ddp_to_ignore,
     ],
 )  # fmt: skip
 def test_on_ddp(ranks, make, lengths):
@@ -164,7 +171,7 @@ def test_on_ddp(ranks, make, lengths):
 
 
 @pytest.mark.parametrize("lengths", [[7, 7], [5, 8], [8, 2]])
-@pytest.mark.parametrize("make", [reentrant, not_reentrant, sparse, compiled_bare, method, sub_module, two_forwards])
+@pytest.mark.parametrize("make", [reentrant, not_reentrant, sparse, compiled_bare, method, sub_module, two_forwards, marked_for_ddp_to_ignore])
 def test_bare(ranks, make, lengths):
     """However the body reaches the parameters, the boundary synchronises them."""
     ranks(2).run(exact, make, "bare", lengths)

@@ -123,3 +123,54 @@ def a_gan() -> None:
 
 def test_a_gan(ranks):
     ranks(2).run(a_gan)
+
+
+class Reader(nn.Module):
+    """A head on an encoder that it shares with others."""
+
+    def __init__(self, encoder: nn.Module, detached: bool) -> None:
+        super().__init__()
+        self.encoder, self.head, self.detached = encoder, nn.Linear(3, 3).double(), detached
+
+    def forward(self, x):
+        seen = self.encoder(x)
+        return self.head(seen.detach() if self.detached else seen)
+
+
+def shared_with_a_bystander(wrap: str) -> None:
+    """An actor whose optimizer has its head only, and a critic that shares its encoder and is not trained here."""
+    torch.manual_seed(1)
+    encoder = nn.Linear(3, 3).double()
+    actor, critic = Reader(encoder, detached=True), Reader(encoder, detached=False)
+    twins = copy.deepcopy((actor, critic))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (actor.head, critic)]
+    homes = [DDP(model, find_unused_parameters=True) if wrap == "ddp" else model for model in (actor, critic)]
+
+    def losses(actor, critic, x):
+        return critic(x).square().mean(), -critic(actor(x)).mean()
+
+    criticise = accumulating(steps=2)(lambda critic, optimizer, x: losses(lambda x: x, critic, x)[0])
+    act = accumulating(steps=2)(lambda actor, critic, optimizer, x: losses(actor, critic, x)[1])
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    by_hand = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (twins[0].head, twins[1])]
+    for start in (0, 2, 4):
+        for x in (micro_batch(rank, start), micro_batch(rank, start + 1)):
+            criticise(homes[1], optimizers[1], x)
+        for x in (micro_batch(rank, start), micro_batch(rank, start + 1)):
+            act(*homes, optimizers[0], x)
+        assert all(p.grad is None for model in (actor, critic) for p in model.parameters())
+        window = [micro_batch(r, i) for r in range(size) for i in (start, start + 1)]
+        for which in (1, 0):
+            sum(losses(*twins, x)[0 if which else 1] for x in window).div(len(window)).backward()
+            by_hand[which].step()
+            for twin in twins:
+                twin.zero_grad()
+    for model, twin in zip((actor, critic), twins, strict=True):
+        for p, expected in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.allclose(p, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrap", ["bare", "ddp"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_bystander_that_shares_parameters_with_what_is_trained_keeps_no_gradient(ranks, size, wrap):
+    ranks(size).run(shared_with_a_bystander, wrap)

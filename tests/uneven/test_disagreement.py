@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -24,11 +25,17 @@ def disagreement(what: str, iterator: bool = False, engine: str = "bare") -> str
     if engine == "fsdp2":
         fully_shard(model, mesh=mesh((2,), ("data",)))
     optimizer = Recorder(model.parameters())
-    steps = {"steps": 2 + rank, "steps later": lambda window: 2 + rank * (window == 1)}.get(what, 2)
+    steps = {
+        "steps": 2 + rank, "steps later": lambda window: 2 + rank * (window == 1), "a function": [2, lambda _: 2][rank],
+    }.get(what, 2)
     tail = "drop" if what == "tail" and rank else "step"
+    sync = "each" if what == "sync" and rank else "window"
+    scaler = None
+    if what == "scale" or (what == "scaler" and rank):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**rank)
     calls = []
 
-    @accumulating(steps=steps, tail=tail, skip=KeyError if what == "loss later" else ())
+    @accumulating(steps=steps, tail=tail, sync=sync, scaler=scaler, skip=KeyError if what == "loss later" else ())
     def step(model, optimizer, x):
         calls.append(x)
         if (what == "loss" or (what == "loss later" and len(calls) > 2)) and rank:
@@ -47,8 +54,9 @@ def disagreement(what: str, iterator: bool = False, engine: str = "bare") -> str
         if what == "steps later" and iterator:
             for micro, x in gradsync.sync_every(model, steps, [micro_batch(rank, i) for i in range(8)]):
                 micro.backward(mean_loss(model, x))
-        for i in range(6):
-            step(model, optimizer, micro_batch(rank, i))
+        items = [micro_batch(rank, i) for i in range(6)]
+        for x in step.over(items) if iterator else items:
+            step(model, optimizer, x)
     except gradsync.GradSyncError as error:
         return str(error)
     return "no error"
@@ -63,11 +71,15 @@ def disagreement(what: str, iterator: bool = False, engine: str = "bare") -> str
         ("loss", ["same kind of loss", "rank 0 has a mean", "rank 1 has a LossSum"]),
         ("loss later", ["same kind of loss", "rank 0 returned a mean", "rank 1 returned a LossSum"]),
         ("parameters", ["same trainable parameters", "rank 0 has 2 of 8", "rank 1 has 2 of 12"]),
+        ("a function", ["same kind of steps", "rank 0 has a number", "rank 1 has a function"]),
+        ("sync", ["same sync", "rank 0 has window", "rank 1 has each"]),
+        ("scaler", ["GradScaler", "rank 0 has ", "rank 1 has "]),
+        ("scale", ["same scale of the GradScaler", "rank 0 has 1.0", "rank 1 has 2.0"]),
     ],
 )
 def test_disagreement_is_told_on_every_rank(ranks, what, words):
-    said = ranks(2).run(disagreement, what)
-    if what == "steps later":
+    said = ranks(2).run(disagreement, what, limit=10)
+    if what in {"steps later", "a function", "sync", "scaler", "scale"}:
         said += ranks(2).run(disagreement, what, True)
     for text in said:
         assert all(word in text for word in words), text

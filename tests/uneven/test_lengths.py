@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
@@ -54,6 +56,52 @@ def uneven(lengths: list[int], steps, mode: str, wrap: str, kind: str = "mean") 
 
     expected, _ = train(small_model(unused=wrap in {"bare", "find_unused"}), cut(lengths, steps), whole)
     assert_equal_updates(optimizer.seen, expected)
+
+
+def changed_after_one_has_run_out(lengths: list[int], wrap: str, sized: bool) -> None:
+    """A layer is unfrozen in `on_update`, on all ranks after the same update, when one of them has no items left."""
+    rank = dist.get_rank()
+
+    def made() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), small_model())
+        model.double()[0].requires_grad_(False)
+        return model
+
+    torch.manual_seed(1)
+    model = made()
+    torch.manual_seed(1)
+    twin = made()
+    home = DDP(model) if wrap == "ddp" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def unfreeze(progress) -> None:
+        if progress.updates == 2:
+            model[0].requires_grad_(True)
+
+    @gradsync.accumulating(steps=2, on_update=unfreeze)
+    def step(home, optimizer, x):
+        return mean_loss(home, x)
+
+    data = [micro_batch(rank, i) for i in range(lengths[rank])]
+    for x in step.over(data if sized else unsized(data)):
+        step(home, optimizer, x)
+    by_hand = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for number, window in enumerate(cut(lengths, 2)):
+        window_mean(twin, window).backward()
+        by_hand.step()
+        by_hand.zero_grad()
+        if number == 1:
+            twin[0].requires_grad_(True)
+    assert step.progress.updates == number + 1
+    for p, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("wrap", ["bare", "ddp"])
+@pytest.mark.parametrize("lengths", [[7, 2], [4, 4], [4, 6], [3, 9]])
+def test_participants_change_after_a_rank_has_run_out(ranks, lengths, wrap, sized):
+    ranks(2).run(changed_after_one_has_run_out, lengths, wrap, sized, limit=15)
 
 
 UNEVEN = [[5, 3], [3, 5], [1, 9], [9, 1], [4, 8], [8, 7], [1, 1]]
