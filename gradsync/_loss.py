@@ -98,6 +98,11 @@ def _check_single(returned: Sequence[object]) -> None:
 
 def check_loss(loss: torch.Tensor) -> None:
     """Raise unless `backward` can run from `loss`."""
+    if not isinstance(loss, torch.Tensor):
+        raise GradSyncError(
+            f"The loss must be a tensor, but it is of type {type(loss).__name__}. Give the loss itself: not its "
+            ".item(), and nothing beside it."
+        )
     if loss.numel() != 1:
         raise GradSyncError(
             f"The loss must be a scalar or have one element, but its shape is {tuple(loss.shape)}. Return its mean, or "

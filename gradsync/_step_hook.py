@@ -22,7 +22,13 @@ def watch_steps(watcher: Callable[[Any], None]) -> None:
     """Have `watcher(optimizer)` called before each step of a user's, as long as somebody holds the watcher."""
     if not STEP_HOOK:
         STEP_HOOK.append(register_optimizer_step_pre_hook(_ask))
-    STEP_WATCHERS[id(watcher)] = weakref.ref(watcher)
+    key = id(watcher)
+
+    def forget(ref: weakref.ref[Any]) -> None:
+        if STEP_WATCHERS.get(key) is ref:  # and not of an object that has got the same id since
+            STEP_WATCHERS.pop(key, None)
+
+    STEP_WATCHERS[key] = weakref.ref(watcher, forget)
 
 
 def unwatch_steps(watcher: Callable[[Any], None]) -> None:
@@ -48,9 +54,7 @@ class stepping:  # noqa: N801 - a function to its callers
 def _ask(optimizer: Any, *_: object) -> None:
     if get_ident() in STEPPING:
         return
-    for key, ref in STEP_WATCHERS.copy().items():  # they may come and go meanwhile
+    for ref in [*STEP_WATCHERS.values()]:  # they may come and go meanwhile
         watcher = ref()
         if watcher is not None:
             watcher(optimizer)
-        elif STEP_WATCHERS.get(key) is ref:
-            STEP_WATCHERS.pop(key, None)

@@ -300,12 +300,17 @@ def _warn_of_open_windows() -> None:
 
 
 def _check_function(function: object) -> None:
+    if isinstance(function, _Controls):
+        raise TypeError(
+            f"accumulating decorates a step function once, but {function!r} came. Leave one of the two decorations out."
+        )
     inner = inspect.unwrap(getattr(function, "__func__", function))  # type: ignore[arg-type]
     if not callable(inner) or isinstance(function, type):
         raise TypeError(
             f"accumulating decorates a step function, but got {function!r} of type {type(function).__name__}. "
             "Write @accumulating(steps=4) on the line above a def."
         )
+    name = getattr(inner, "__qualname__", repr(inner))
     for matches, what in (
         (inspect.isasyncgenfunction, "an async generator function"),
         (inspect.iscoroutinefunction, "an async function"),
@@ -313,7 +318,7 @@ def _check_function(function: object) -> None:
     ):
         if matches(inner):
             raise TypeError(
-                f"accumulating decorates a function that returns its loss, but {inner.__qualname__} is {what}. "
+                f"accumulating decorates a function that returns its loss, but {name} is {what}. "
                 "Decorate the plain function that computes the loss of one micro-batch."
             )
 

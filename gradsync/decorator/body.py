@@ -59,11 +59,9 @@ class Body:
                 self._meet_at_first_forward(team, runs=False)
             return None, None
 
-    def remember(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], loop: Loop | None
-    ) -> None:
-        """Keep this micro-batch, which succeeded, for a replay."""
-        self._run.replay = _Replay(function, args, kwargs)
+    def remember(self, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any], loop: Loop | None) -> None:
+        """Keep this micro-batch, which succeeded, for a replay, and its arguments as long as the loop."""
+        self._run.replay = replay
         if loop is not None:
             loop.kept[self._run] = args, kwargs
 
@@ -117,10 +115,11 @@ class _ForwardWatch:
             self._begin()
 
 
-class _Replay:
+class Replay:
     """The last call of a step function, to be repeated when other ranks wait in its forward.
 
-    Data is kept; everything else is referenced weakly: it keeps no model, no optimizer and no trainer alive.
+    It is made before the function runs, which may take items out of a batch. Data is kept; everything else is
+    referenced weakly: it keeps no model, no optimizer and no trainer alive.
     """
 
     __slots__ = ("_args", "_function", "_instance", "_kwargs")

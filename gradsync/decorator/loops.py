@@ -75,8 +75,8 @@ class Loops:
                 f"Each item of {ahead.name} must have its call before the next item is drawn, but items were drawn "
                 "ahead of the calls: the data ended with calls still to come. Put what reads ahead inside: "
                 f"{ahead.name}(prefetch(loader)), and neither list({ahead.name}(loader)) nor "
-                f"prefetch({ahead.name}(loader)). If all items were left out on purpose, call {self._name}.flush() or "
-                f"{self._name}.reset() before you go on."
+                f"prefetch({ahead.name}(loader)). Call in the thread that draws the items. If all items were left out "
+                f"on purpose, call {self._name}.flush() or {self._name}.reset() before you go on."
             )
         return None
 

@@ -154,6 +154,11 @@ def _refuse_hidden_engine(model: nn.Module, container: object, name: str) -> Non
 
 
 def _named(naming: Naming, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    if isinstance(naming, type):
+        raise TypeError(
+            f"accumulating({kind}=...) needs an object or a function of the call's arguments, but got the class "
+            f"{naming.__name__}. Pass the object that was made of it."
+        )
     # A module is callable too, but is not a function of the arguments.
     named = naming(*args, **kwargs) if callable(naming) and not _fits(naming, kind) else naming
     several = list(named) if isinstance(named, tuple | list) else [named]

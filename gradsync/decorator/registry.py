@@ -74,6 +74,7 @@ class Registry:
         self._order = order
         self._every: list[Windows] = []  # in the order of their first call
         self._latest: Windows | None = None
+        self._last = Progress()  # of windows whose optimizer is gone
         self._orphaned = Orphaned(name)
         self._loaded: list[dict[str, Any]] = []  # loaded states whose window has had no call yet
         self._loaded_latest: int | None = None  # the number of the state that was called last
@@ -141,7 +142,7 @@ class Registry:
         """The progress of the window that was called last."""
         if self._latest is not None:
             return self._latest.record.progress
-        return Progress() if self._loaded_latest is None else progress_in(self._loaded[self._loaded_latest])
+        return self._last if self._loaded_latest is None else progress_in(self._loaded[self._loaded_latest])
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all windows, in the order of their first call, and the number of the last called."""
@@ -191,7 +192,7 @@ class Registry:
         for windows in gone:
             self._orphaned.note(windows.run)
             if windows is self._latest:
-                self._latest = None
+                self._latest, self._last = None, windows.record.progress
         for windows in gone:
             self._warn_if_open(windows)  # which may raise, where warnings are errors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -47,12 +48,7 @@ class Settings:
                 )
             if not self.clip_norm > 0:
                 raise ValueError(f"clip_norm must be a positive number or None, but it is {self.clip_norm!r}.")
-        if self.on_update is not None and not callable(self.on_update):
-            raise TypeError(
-                f"on_update must be a function of the progress, but it is {self.on_update!r}, of type "
-                f"{type(self.on_update).__name__}. Write, for example, "
-                "on_update=lambda progress: ema.update()."
-            )
+        _check_on_update(self.on_update)
         for kind in self.skip:
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 came = (
@@ -82,3 +78,16 @@ class Settings:
 
 def _as_written(value: object) -> str:
     return str(getattr(value, "__name__", None) or repr(value))
+
+
+def _check_on_update(given: object) -> None:
+    if given is not None and not callable(given):
+        raise TypeError(
+            f"on_update must be a function of the progress, but it is {given!r}, of type {type(given).__name__}. "
+            "Write, for example, on_update=lambda progress: ema.update()."
+        )
+    if inspect.iscoroutinefunction(given) or inspect.isgeneratorfunction(given):
+        raise TypeError(
+            f"on_update must be a plain function, but {given!r} is async or a generator, which would never run. Call "
+            "what it should do from a plain one."
+        )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
 from gradsync._step_hook import watch_steps
-from gradsync.decorator.body import Body
+from gradsync.decorator.body import Body, Replay
 from gradsync.decorator.body_in_parts import BodyInParts
 from gradsync.decorator.body_watch import BodyWatch
 from gradsync.decorator.compressed import Compressed
@@ -169,6 +169,7 @@ class Windows:
         with run.holding(place):
             if self._fitted is not None:
                 return self._fitted.micro_batch(place, function, args, kwargs)
+            replay = Replay(function, args, kwargs) if team.forward_communicates else None
             returned, loss = self._body(function, args, kwargs, team)
             with WaitingFor(run.what):
                 if loss is not None:
@@ -176,8 +177,8 @@ class Windows:
                     num_dropped = window.num_dropped
                     closing = run.backward(place, loss, scaler=self._updater.scaler)
                     returned = detach(returned, loss) if window.num_dropped == num_dropped else None
-                    if team.forward_communicates:
-                        self._body.remember(function, args, kwargs, loop)
+                    if replay is not None:
+                        self._body.remember(replay, args, kwargs, loop)
                 elif team.lockstep:
                     run.note_dropped()
                     closing = self._run_again(place)

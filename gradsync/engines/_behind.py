@@ -166,7 +166,7 @@ def _make(rest: Rest, group: dist.ProcessGroup | None) -> DistributedDataParalle
         ignored += [f"root{place}.{name}" for name in theirs]
         ignored += [f"root{place}.{name}" for name, p in root.named_parameters() if id(p) in rest.covered]
     for place, parameter in enumerate(rest.loose):
-        shell.register_parameter(f"loose{place}", parameter)
+        shell._parameters[f"loose{place}"] = parameter  # it may be a plain tensor, which a module would not take
     shell._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
     ddp = DistributedDataParallel(shell, process_group=group)
     note_wires(ddp, [parameter for parameter in ddp._module_parameters if parameter.requires_grad])

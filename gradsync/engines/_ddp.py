@@ -91,6 +91,10 @@ class DDPEngine(Engine):
     def trainable(self) -> bool:
         return bool(self._reduced)
 
+    @property
+    def joins(self) -> bool:  # type: ignore[override] # read only
+        return bool(self._ddp._join_config.enable)
+
     def is_wired(self) -> bool:
         return not self._wired or is_wired(self._ddp, self._wired)
 
@@ -270,7 +274,9 @@ class DDPEngine(Engine):
             if parameter.grad is None and id(parameter) in self._sparse:
                 # The reducer refuses an undefined gradient for a sparse parameter, but takes an empty one.
                 no_rows = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
-                parameter.grad = torch.sparse_coo_tensor(no_rows, parameter.detach()[:0], parameter.shape)
+                parameter.grad = torch.sparse_coo_tensor(
+                    no_rows, parameter.detach()[:0], parameter.shape, check_invariants=False
+                )
         with torch.enable_grad():
             return Joint.apply(*parameters)  # type: ignore[no-untyped-call]
 

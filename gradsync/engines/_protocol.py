@@ -51,6 +51,8 @@ class Engine:
     shard_group: ProcessGroup | None = None
     #: Groups of ranks that run a forward together, and so need the same data (tensor parallelism).
     twins: Sequence[ProcessGroup] = ()
+    #: Whether torch's `Join` is around, which has its own way with ranks that run out.
+    joins = False
     #: Whether the engine's module is inside torch.compile.
     is_compiled = False
     #: Modules of the same class, below the engine's own, that it takes care of too.

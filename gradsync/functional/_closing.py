@@ -10,7 +10,7 @@ import torch
 from gradsync._errors import GradSyncError
 from gradsync.functional._loss_sum_count import Count, is_count
 from gradsync.functional._steps import correction
-from gradsync.functional._table import IN_WORDS, NOTHING, PLAIN, SUMS, Share, sum_of_losses
+from gradsync.functional._table import IN_WORDS, NOBODY, NOTHING, PLAIN, SUMS, Share, sum_of_losses
 from gradsync.ranks.meet import agreed, ranks_where
 
 if TYPE_CHECKING:
@@ -72,7 +72,10 @@ class Closing(NamedTuple):
         """This rank's mean loss, on its device; None if it had no loss."""
         if not self.own_losses:
             return None
-        return torch.stack([loss.reshape(()) for loss in self.own_losses]).sum() / self.own_divisor
+        total = sum_of_losses(self.own_losses)
+        assert isinstance(total, torch.Tensor), "there are losses"
+        mean: torch.Tensor = total / self.own_divisor
+        return mean.to(torch.promote_types(self.own_losses[0].dtype, torch.float32))
 
     @property
     def own_count(self) -> float | None:
@@ -120,9 +123,17 @@ def _factor(shares: Sequence[Share]) -> float | None:
     return correction(int(came[0].size), len(shares), int(sum([share.num_micro_batches for share in came])))
 
 
+_MISSED = (
+    "A boundary failed on a rank that has fewer, and it has missed the update that the others made. Load a checkpoint "
+    "on all ranks, or name that exception in skip=: then all ranks drop the window."
+)
+
+
 def _insist_on_alike(shares: Sequence[Share]) -> None:
     """Raise if the ranks planned windows of different sizes, or returned different kinds of losses."""
     agreed([(r, int(share.size)) for r, share in enumerate(shares) if share.size], "number of steps in a window")
+    numbers = [(rank, int(share.number)) for rank, share in enumerate(shares) if share.number != NOBODY]
+    agreed(numbers, "number of closed windows", _MISSED)
     returned = [(rank, share.kind) for rank, share in enumerate(shares) if share.num_micro_batches]
     scales = [(rank, float(share.scale)) for rank, share in enumerate(shares) if share.num_micro_batches]
     agreed(scales, "scale of the GradScaler", "Load its state on all ranks, or on none.")

@@ -8,7 +8,9 @@ from gradsync._errors import GradSyncError
 from gradsync.ranks.meet import agreed, ranks_where
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from gradsync.engines import Engine
 
 
 def insist_on_windows(said: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
@@ -17,6 +19,15 @@ def insist_on_windows(said: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
         knowing = [(rank, words[name]) for rank, words in enumerate(said) if name in words]
         for key in knowing[0][1]:
             agreed([(rank, words[key]) for rank, words in knowing], key)
+
+
+def refuse_join(name: str, engines: Iterable[Engine]) -> None:
+    """Raise where torch's `Join` is around a loop: both would take the place of a rank that has run out."""
+    if any(engine.joins for engine in engines):
+        raise GradSyncError(
+            f"Ranks with different numbers of items are taken care of by {name} itself, but torch's Join is around it, "
+            "which would do the same a second time. Leave Join out."
+        )
 
 
 def check_repeats(can_repeat: Sequence[bool], name: str) -> None:

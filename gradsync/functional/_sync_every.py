@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from gradsync.functional._items import length
@@ -81,14 +82,15 @@ def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Itera
     run.who = who
     loop = Loop("sync_every", length(iterable), lambda: [run])
     loop.calls_once(run)
-    item: Any = None
+    again: Any = None
     try:
         for item in loop.items(iterable):
+            again = copy(item) if type(item) is dict or type(item) is list else item  # the body may take items out
             with turn.at(run.start(who, loop)) as step:
                 yield step, item
         for _, place in loop.rest():
             with turn.at(place) as step:
-                yield step, item
+                yield step, again
     except BaseException as error:
         leave(run, error, sys._getframe(0).f_back, turn.loop)
         raise

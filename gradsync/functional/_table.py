@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from gradsync._loss import widest
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -30,6 +32,7 @@ class Share(NamedTuple):
     left: float = 0.0  # items still to come; inf if unknown
     once: float = 0.0  # 1 if its loop has called once for each item so far
     scale: float | torch.Tensor = 0.0  # of its GradScaler; 0 without one
+    number: float = NOBODY  # how many windows the rank has closed before; NOBODY on a rank that has not opened this one
 
     def row(self) -> list[float | torch.Tensor]:
         """Its numbers, in order."""
@@ -51,7 +54,7 @@ class Share(NamedTuple):
 
 
 def sum_of_losses(loss: float | torch.Tensor | Sequence[torch.Tensor]) -> float | torch.Tensor:
-    """The losses are added up when this is read, which most windows never are."""
+    """The losses are added up when this is read, which most windows never are; in float64, where the device has it."""
     if isinstance(loss, int | float | torch.Tensor):
         return loss
-    return torch.stack([one.reshape(()) for one in loss]).sum() if loss else 0.0
+    return torch.stack([one.reshape(()) for one in loss]).sum(dtype=widest(loss[0])) if loss else 0.0

@@ -211,7 +211,8 @@ def _no_model(name: str, models: Sequence[nn.Module], optimizers: Sequence[Optim
         f"At least one model must have parameters in the optimizer, but none that {name} was called with has: not "
         f"{', '.join(type(model).__name__ for model in models)} in "
         f"{', '.join(type(one).__name__ for one in optimizers)}. Make the optimizer from the parameters that the model "
-        "has now: after load_state_dict(assign=True), a new head or an adapter they are others."
+        "has now: after load_state_dict(assign=True), a new head or an adapter they are others. A parameter of no "
+        "module comes as nn.ParameterList([parameter])."
     )
 
 

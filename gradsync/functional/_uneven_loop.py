@@ -18,6 +18,7 @@ from gradsync.functional._loop_checks import (
     check_repeats,
     insist_on_even_around,
     insist_on_windows,
+    refuse_join,
     refuse_to_rest,
 )
 from gradsync.functional._place import Part
@@ -230,6 +231,8 @@ class Loop:
         """At the first call, or at the end of the data without a call: compare settings, and hear who has items."""
         team, data, talk = run.fitting_team(), self.data, self._talk
         talk.chief = run
+        if team.num_ranks > 1:
+            refuse_join(self.name, team.engines)
         here = data.left(run) + (not data.has_ended)
         said = meet_with_data(
             team.group,

@@ -130,8 +130,11 @@ def zero(optimizers: Iterable[Optimizer]) -> None:
     for optimizer in map(bare_optimizer, optimizers):
         if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
             discard(owned([optimizer]))  # like torch's zero_grad, without its profiler entries, which cost more
-        else:
+        elif "set_to_none" in inspect.signature(optimizer.zero_grad).parameters:
             optimizer.zero_grad(set_to_none=True)
+        else:
+            optimizer.zero_grad()
+            discard(owned([optimizer]))
 
 
 def refuse_nonfinite(made: Update, nonfinite: NonFinite) -> None:
@@ -181,9 +184,35 @@ def _step(optimizers: Sequence[Optimizer], scaler: GradScaler | None, *, finite:
     """Step all optimizers, or none of them."""
     odd = found_inf(scaler, optimizers) if is_scaling(scaler) else None
     stepped = finite and not odd
-    if stepped:
-        for optimizer in optimizers:
-            optimizer.step()
+    try:
+        if stepped:
+            for optimizer in optimizers:
+                _step_one(optimizer)
+    except BaseException:
+        if is_scaling(scaler):
+            for optimizer in optimizers:  # else the scaler refuses to unscale the next window's gradients
+                scaler._per_optimizer_states.pop(id(optimizer), None)
+        raise
     if is_scaling(scaler) and odd is not None:
         scaler.update()
     return stepped
+
+
+def _step_one(optimizer: Any) -> None:
+    """Step it. Raise if it is a wrapper that has not stepped the optimizer inside."""
+    inner = bare_optimizer(optimizer)
+    if inner is optimizer or getattr(optimizer, "scaler", None) is not None:  # which may skip a step by itself
+        optimizer.step()
+        return
+    stepped: list[None] = []
+    handle = inner.register_step_post_hook(lambda *_: stepped.append(None))
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+    if not stepped:
+        raise GradSyncError(
+            f"At a boundary the optimizer must step, but {type(optimizer).__name__}.step() did not step the "
+            f"{type(inner).__name__} inside. Leave `with accelerator.accumulate(...)` out around the call, and "
+            "make the Accelerator with gradient_accumulation_steps=1: gradsync accumulates."
+        )

@@ -140,6 +140,7 @@ class Window:
             left=left,
             once=once,
             scale=0.0 if self.scale is None else self.scale.value,
+            number=float(self.number),
         )
 
     def state(self) -> dict[str, Any]:
