@@ -145,9 +145,9 @@ class DDPEngine(Engine):
         # must be used, a hook at the first is enough; if some may go unused, each needs one.
         self._came_by = False
         for parameter in () if loss is None else self._reduced if self._searched else self._reduced[:1]:
-            self._watches.append(get_gradient_edge(parameter).node.register_prehook(self._note_visit))
+            self._watches.append(get_gradient_edge(parameter).node.register_prehook(self.note_visit))
 
-    def note_visit(self) -> None:
+    def note_visit(self, *_: object) -> None:
         self._came_by = True
 
     @contextmanager
@@ -201,9 +201,6 @@ class DDPEngine(Engine):
         forget_unused(known, used)
 
     # -- the reducer ----------------------------------------------------------------------------------------------
-
-    def _note_visit(self, _: object) -> None:
-        self._came_by = True
 
     def _is_untouched(self) -> bool:
         """Whether the armed backward reached none of these parameters."""
@@ -273,10 +270,8 @@ class DDPEngine(Engine):
         for parameter in parameters:
             if parameter.grad is None and id(parameter) in self._sparse:
                 # The reducer refuses an undefined gradient for a sparse parameter, but takes an empty one.
-                no_rows = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
-                parameter.grad = torch.sparse_coo_tensor(
-                    no_rows, parameter.detach()[:0], parameter.shape, check_invariants=False
-                )
+                none, values = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device), parameter.detach()[:0]
+                parameter.grad = torch.sparse_coo_tensor(none, values, parameter.shape, check_invariants=False)
         with torch.enable_grad():
             return Joint.apply(*parameters)  # type: ignore[no-untyped-call]
 
