@@ -82,15 +82,15 @@ def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Itera
     run.who = who
     loop = Loop("sync_every", length(iterable), lambda: [run])
     loop.calls_once(run)
-    again: Any = None
+    last: Any = None
     try:
         for item in loop.items(iterable):
-            again = copy(item) if type(item) is dict or type(item) is list else item  # the body may take items out
+            last = _kept(item)
             with turn.at(run.start(who, loop)) as step:
                 yield step, item
         for _, place in loop.rest():
             with turn.at(place) as step:
-                yield step, again
+                yield step, _kept(last)
     except BaseException as error:
         leave(run, error, sys._getframe(0).f_back, turn.loop)
         raise
@@ -98,3 +98,8 @@ def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Itera
         turn.end()
         loop.end()
     run.abandon()
+
+
+def _kept(item: Any) -> Any:
+    """The item as it is now: a body may take something out of a dict or a list, and a replay needs it again."""
+    return copy(item) if type(item) is dict or type(item) is list else item

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradsync import accumulating
+from gradsync import GradSyncError, accumulating
 from tests.support.compare import assert_equal_updates
 from tests.support.models import small_model
 from tests.support.recorder import Recorder
@@ -117,3 +117,99 @@ def spoiled(bad: list) -> None:
 @pytest.mark.parametrize("bad", [[0, 0], [1, 1], [0, 2], [1, 5], [1, 6]])
 def test_a_skipped_type_out_of_a_backward_drops_the_window_everywhere(ranks, bad):
     ranks(2).run(spoiled, bad)
+
+
+def failing_in_a_loop(skip: bool, wrap: str) -> list:
+    """One rank's boundary fails and its user goes on; what each rank hears, its windows and its first weight."""
+    model = small_model()
+    home = DDP(model) if wrap == "ddp" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @accumulating(steps=2, skip=KeyError if skip else ())
+    def step(model, optimizer, x, fails):
+        return Trap.apply(mean_loss(model, x), ZeroDivisionError() if fails else None)
+
+    rank, said = dist.get_rank(), []
+    for epoch in range(2):
+        try:
+            for i in step.over(range(6)):
+                try:
+                    step(home, optimizer, micro_batch(rank, i), (rank, epoch, i) == (1, 0, 3))
+                except ZeroDivisionError:
+                    said.append("failed")
+        except GradSyncError as error:
+            return [*said, str(error)]
+    return [*said, step.progress.window, next(model.parameters()).flatten()[0].item()]
+
+
+@pytest.mark.parametrize("wrap", ["bare", "ddp"])
+def test_a_rank_that_has_missed_an_update_in_a_loop_is_named_on_every_rank(ranks, wrap):
+    """The others made the update; with `skip`, all ranks hear of the failure and drop the window, and go on alike."""
+    for rank, said in enumerate(ranks(2).run(failing_in_a_loop, False, wrap, limit=15)):
+        assert said[:-1] == ["failed"] * rank
+        assert "same number of closed windows, but rank 0 has 2, rank 1 has 1" in said[-1] and "skip=" in said[-1]
+    first, second = ranks(2).run(failing_in_a_loop, True, wrap, limit=15)
+    assert first == second[1:] and second[0] == "failed"
+    assert first[0] == 6
+
+
+@pytest.mark.parametrize("scaling", [True, False])
+def test_an_optimizer_that_fails_once(scaling):
+    """The scaler takes the next window's gradients, as if the step had not begun."""
+    model = small_model()
+    optimizer, calls = torch.optim.SGD(model.parameters(), lr=0.1), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaling)
+
+    def fail(*_):
+        calls.append(None)
+        if len(calls) == 1:
+            raise ZeroDivisionError
+
+    optimizer.register_step_pre_hook(fail)
+    step = accumulating(2)(lambda model, optimizer, scaler, x: mean_loss(model, x))
+    for i in range(6):
+        try:
+            step(model, optimizer, scaler, micro_batch(0, i))
+        except ZeroDivisionError:
+            assert i == 1
+    assert (step.progress.updates, len(calls)) == (2, 3)
+
+
+class OwnZeroGrad(torch.optim.SGD):
+    """As fused optimizers of others: it knows nothing of `set_to_none`."""
+
+    def zero_grad(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.zero_()
+
+
+def test_an_optimizer_whose_zero_grad_takes_no_argument():
+    model, twin = small_model(), small_model()
+    optimizer, by_hand = OwnZeroGrad(model.parameters(), lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
+    step = accumulating(2)(lambda model, optimizer, x: mean_loss(model, x))
+    for i in range(4):
+        step(model, optimizer, micro_batch(0, i))
+    assert all(p.grad is None for p in model.parameters())
+    for start in (0, 2):
+        window_mean(twin, [(0, start), (0, start + 1)]).backward()
+        by_hand.step()
+        by_hand.zero_grad()
+    for p, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, expected, rtol=0, atol=1e-13)
+
+
+def test_a_wrapper_that_does_not_step_at_a_boundary_is_an_error():
+    """`with accelerator.accumulate(...)` left around a decorated call: its optimizer skips held steps, and this one."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = small_model()
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = accumulating(3)(lambda model, optimizer, x: mean_loss(model, x))
+    with pytest.raises(GradSyncError, match="did not step the SGD inside.*gradient_accumulation_steps=1"):
+        for i in range(3):
+            with accelerator.accumulate(model):
+                step(model, optimizer, micro_batch(0, i))
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()

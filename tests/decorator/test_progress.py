@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pytest
 import torch
 
@@ -45,3 +46,38 @@ def test_profiler_ranges():
             micro.backward(mean_loss(model, x))
     counts = {e.key: e.count for e in profile.key_averages() if e.key.startswith("gradsync.")}
     assert counts == {"gradsync.hold": 3, "gradsync.sync": 3, "gradsync.update": 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+def test_losses_of_low_precision_are_added_up_exactly(dtype, kind):
+    """The sum of four would be infinite in float16, or would lose three of them in bfloat16."""
+    weight = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
+    losses = [30000.0] * 4 if dtype == torch.float16 else [256.0, 1.0, 1.0, 1.0]
+
+    @gradsync.accumulating(4)
+    def step(model, optimizer, value):
+        loss = (model.weight.sum() * 0 + value).to(dtype)
+        return gradsync.LossSum(loss, 2) if kind == "sum" else loss
+
+    for value in step.over(losses):
+        step(weight, optimizer, value)
+    expected = sum(losses) / (8 if kind == "sum" else 4)
+    assert step.progress.loss.item() == step.progress.global_loss == expected
+
+
+def test_the_progress_of_what_is_gone():
+    """A loop in a function of its own has ended, and its optimizer with it."""
+    step = gradsync.accumulating(2)(lambda model, optimizer, x: model(x).sum())
+
+    def train() -> None:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in step.over(torch.ones(4, 1)):
+            step(model, optimizer, x)
+
+    train()
+    gc.collect()
+    assert (step.progress.updates, step.progress.micro_steps) == (2, 4)
+    assert step.progress.loss is not None

@@ -174,3 +174,27 @@ def shared_with_a_bystander(wrap: str) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_bystander_that_shares_parameters_with_what_is_trained_keeps_no_gradient(ranks, size, wrap):
     ranks(size).run(shared_with_a_bystander, wrap)
+
+
+def a_plain_tensor() -> None:
+    """A tensor that is no parameter, in the optimizer beside the model's: SAC's temperature."""
+    model = small_model()
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x) * scale)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for i in range(4):
+        step(model, optimizer, micro_batch(rank, i))
+    twin, own = small_model(), torch.ones((), dtype=torch.float64, requires_grad=True)
+    by_hand = torch.optim.SGD([*twin.parameters(), own], lr=0.1)
+    for start in (0, 2):
+        window = [micro_batch(r, i) for r in range(size) for i in (start, start + 1)]
+        (sum(mean_loss(twin, x) for x in window) / len(window) * own).backward()
+        by_hand.step()
+        by_hand.zero_grad()
+    for p, expected in zip([*model.parameters(), scale], [*twin.parameters(), own], strict=True):
+        assert torch.allclose(p, expected, rtol=0, atol=1e-12)
+
+
+def test_a_plain_tensor_in_the_optimizer(ranks):
+    ranks(2).run(a_plain_tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import namedtuple
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import gradsync
 from gradsync import GradSyncError, LossSum, accumulating
+from gradsync._state import STEP_WATCHERS
 from tests.support.models import small_model
 from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
 from tests.support.verdicts import (
@@ -337,3 +339,41 @@ def shared_bystander(engine: str):
 def test_a_frozen_half_of_two_threads(ranks):
     """A bystander that two threads share ends without gradients, and with the requires_grad it had."""
     exact_or_refused(verdicts(ranks(1), shared_bystander, "bare"))
+
+
+@pytest.mark.parametrize("given", [1.0, None, (1.0, 2.0)])
+def test_what_is_no_tensor_is_no_loss_for_a_micro_step(given):
+    model = small_model()
+    with pytest.raises(GradSyncError, match="The loss must be a tensor, but it is of type"):
+        for step in gradsync.sync_every(model, 2):
+            step.backward(given)
+
+
+def test_options_that_would_never_do_what_they_say():
+    """A class in place of an object, a function that is never awaited, a function that is decorated twice."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    async def later(progress): ...
+
+    def generator(progress):
+        yield
+
+    for on_update in (later, generator):
+        with pytest.raises(TypeError, match="on_update must be a plain function"):
+            accumulating(2, on_update=on_update)(mean_loss)
+    step = accumulating(2, model=nn.Linear, optimizer=optimizer)(lambda x: mean_loss(model, x))
+    with pytest.raises(TypeError, match="got the class Linear"):
+        step(micro_batch(0, 0))
+    with pytest.raises(TypeError, match="decorates a step function once"):
+        accumulating(2)(accumulating(2)(mean_loss))
+
+
+def test_watchers_of_steps_that_are_gone_leave_nothing():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = len(STEP_WATCHERS)
+    for _ in range(20):
+        accumulating(1)(lambda model, optimizer, x: mean_loss(model, x))(model, optimizer, micro_batch(0, 0))
+    gc.collect()
+    assert len(STEP_WATCHERS) <= before + 1

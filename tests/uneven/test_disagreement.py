@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -166,3 +167,21 @@ def flushing_an_empty_rank(wrap: str) -> None:
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 def test_a_rank_that_flushes_before_any_call(ranks, wrap):
     ranks(2).run(flushing_an_empty_rank, wrap)
+
+
+def joined() -> str:
+    home = DDP(small_model())
+    optimizer = torch.optim.SGD(home.parameters(), lr=0.1)
+    step = accumulating(steps=2)(lambda home, optimizer, x: mean_loss(home, x))
+    try:
+        with Join([home]):
+            for x in step.over([micro_batch(dist.get_rank(), i) for i in range(5 - 3 * dist.get_rank())]):
+                step(home, optimizer, x)
+    except gradsync.GradSyncError as error:
+        return str(error)
+    return "no error"
+
+
+def test_torchs_join_around_a_loop_is_an_error_on_every_rank(ranks):
+    for text in ranks(2).run(joined, limit=15):
+        assert "torch's Join is around it" in text, text

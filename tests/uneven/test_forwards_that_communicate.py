@@ -168,3 +168,32 @@ def an_empty_rank(kind: str, how: str) -> str:
 def test_a_rank_that_never_had_an_item_is_named_on_every_rank(ranks, how):
     for text in ranks(2).run(an_empty_rank, "fsdp2", how):
         assert "needs at least one item in" in text and "rank 1 has none" in text, text
+
+
+def taking_items_out(kind: str, how: str) -> None:
+    """A body that takes its targets out of the batch, as those of transformers do; a replay gets it as it came."""
+    rank, lengths = dist.get_rank(), [5, 2]
+    home = sharded(kind)
+    optimizer = Recorder(home.parameters(), lr=0.05)
+    data = [{"x": micro_batch(rank, i), "weight": 1.0} for i in range(lengths[rank])]
+
+    def loss_of(batch):
+        return mean_loss(home, batch.pop("x")) * batch.pop("weight")
+
+    if how == "sync_every":
+        for micro, batch in gradsync.sync_every(home, 2, data):
+            micro.backward(loss_of(batch))
+            if micro.last:
+                optimizer.step()
+                optimizer.zero_grad()
+    else:
+        step = accumulating(steps=2, model=home, optimizer=optimizer)(loss_of)
+        for batch in step.over(data):
+            step(batch)
+    expected, _ = train(small_model(), cut(lengths, 2), window_mean, lr=0.05)
+    assert_equal_updates(optimizer.seen, expected, 1e-10)
+
+
+@pytest.mark.parametrize("how", ["decorated", "sync_every"])
+def test_a_body_that_takes_items_out_of_its_batch(ranks, how):
+    ranks(2).run(taking_items_out, "fsdp2", how, limit=15)
