@@ -53,7 +53,7 @@ class Exchange:
         if window.team.num_ranks == 1:
             return None
         self.agree(window)
-        if self._always or window.kind == SUMS or window.scale is not None or window.num_own < window.size:
+        if self._always or window.kind == SUMS or window.num_own < window.size:
             return window.team.line.send(window.share().row())
         if window.kind != PLAIN and window.num_micro_batches != window.size:
             raise GradSyncError(
@@ -73,7 +73,7 @@ class Exchange:
         if team.kind != NOTHING and (self._always or window.kind == team.kind):
             return
         words = self._terms.in_words(window.number)
-        scaler = "none" if window.scale is None else "one that scales"
+        scaler = "none" if window.scale is None else f"one of scale {float(window.scale.value)}"  # waits, once
         mine = {**words, "loss": window.kind, "scaler": scaler}
         said = meet(team.group, f"the first boundary of {team.name}", mine)
         insist(said, words)
@@ -107,6 +107,8 @@ def compare_sizes(window: Window) -> None:
 def alike(window: Window) -> list[Share]:
     """The shares of all ranks where each brings the same as this rank."""
     share = window.share()
+    if window.scale is not None:
+        share = share._replace(scale=0.0)  # nobody has sent one: not to be waited for
     if window.kind == SUMS:
         share = share._replace(count=float(share.count))  # a count on a device is waited for once
     return [share] * window.team.num_ranks

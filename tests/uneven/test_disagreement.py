@@ -75,7 +75,7 @@ def disagreement(what: str, iterator: bool = False, engine: str = "bare") -> str
         ("a function", ["same kind of steps", "rank 0 has a number", "rank 1 has a function"]),
         ("sync", ["same sync", "rank 0 has window", "rank 1 has each"]),
         ("scaler", ["GradScaler", "rank 0 has ", "rank 1 has "]),
-        ("scale", ["same scale of the GradScaler", "rank 0 has 1.0", "rank 1 has 2.0"]),
+        ("scale", ["GradScaler, but rank 0 has ", "1.0, rank 1 has ", "2.0"]),
     ],
 )
 def test_disagreement_is_told_on_every_rank(ranks, what, words):
