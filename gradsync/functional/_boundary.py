@@ -37,7 +37,6 @@ class Boundary:
         self._heard = heard
         self._sent: Sent | None = None
         self._failed = False  # whether the backward did
-        self.is_dropped = False  # whether an error is raised here of a window that all ranks have heard to drop
         self._due: Sequence[bool] = ()  # which ranks were to have a micro-batch, by rank
         self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
         self._arrivals: Sequence[Callable[[], None]] | None = None  # waits for buffers that have left already
@@ -70,7 +69,6 @@ class Boundary:
             except BaseException as error:
                 closing = None if is_lost(error) else self.complete_failed()
                 if closing is None or not isinstance(error, self._terms.skip):
-                    self.is_dropped = closing is not None and bool(self._terms.skip)
                     raise
                 window.fail(error)
                 return closing

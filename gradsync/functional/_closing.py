@@ -124,8 +124,8 @@ def _factor(shares: Sequence[Share]) -> float | None:
 
 
 _MISSED = (
-    "A boundary failed on a rank that has fewer, and it has missed the update that the others made. Load a checkpoint "
-    "on all ranks, or name that exception in skip=: then all ranks drop the window."
+    "A boundary failed on the rank that has fewer, and the others have closed that window without it. Load a "
+    "checkpoint on all ranks, or name that exception in skip=: then all ranks drop the window, and go on."
 )
 
 

@@ -328,11 +328,7 @@ class Run:
     ) -> Closing | None:
         """Do the work of a place: held, or in the last place together with the other ranks."""
         if place.last:
-            boundary = boundary or self._boundary(window)
-            try:
-                return boundary.conclude(work)
-            finally:
-                self.number += boundary.is_dropped  # the other ranks close it, and go on to the next
+            return (boundary or self._boundary(window)).conclude(work)
         try:
             work(self._order_of_held(window))
         except self.terms.skip as error:
