@@ -151,11 +151,11 @@ def test_imports_go_one_way() -> None:
     assert loops({"a": {"b"}, "b": {"a"}, "c": {"a"}}) == ["a", "b"]
 
 
-@pytest.mark.parametrize("room", CORE)
-def test_each_room_of_the_core_has_a_map_of_all_its_files(room: str) -> None:
+@pytest.mark.parametrize("room", [*CORE, "engines", "overlap", "parts"])
+def test_each_room_has_a_map_of_all_its_files(room: str) -> None:
     text = (PACKAGE / room / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+\.py)`", text))
-    assert named == {path.name for path in (PACKAGE / room).glob("*.py")} - {"__init__.py"}
+    assert named - {"_in_parts.py"} == {path.name for path in (PACKAGE / room).glob("*.py")} - {"__init__.py", "_in_parts.py"}
 
 
 def test_no_file_is_long() -> None:
