@@ -5,6 +5,8 @@ from __future__ import annotations
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from gradsync._errors import GradSyncError
 from gradsync._step_hook import watch_steps
 from gradsync.decorator.body import Body, Replay
@@ -50,6 +52,7 @@ class Windows:
             self.run.transport = self.ahead or Compressed()
         self._fitted = None if settings.fit is False else BodyInParts(settings.fit, self._updater)
         self._participants: list[Callable[[], object]] = []
+        self._counted: list[Callable[[], object]] = []  # those of them that are not the same if they are others
         self.ends: list[weakref.ref[Any]] = []  # their callbacks tell that an optimizer is gone
         self.is_running = False
         for one in (*participants.optimizers, *participants.schedulers):
@@ -98,6 +101,11 @@ class Windows:
             )
         self._participants = [reference(one) for one in found]
         self._updater.bind(participants)
+        # A loss module without parameters may be another in each call.
+        counted = [one for one in found if not isinstance(one, nn.Module) or next(one.parameters(), None) is not None]
+        if [id(ref()) for ref in self._counted] != [*map(id, counted)]:
+            self.run.num_changes += 1
+            self._counted = [reference(one) for one in counted]
 
     def __call__(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step. It may be made anew, or step in the backward, and not be one of the call's."""

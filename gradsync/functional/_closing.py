@@ -129,11 +129,19 @@ _MISSED = (
 )
 
 
+_REPLACED = (
+    "Calls came with another model, optimizer, scheduler or scaler than before, when the data of the rank that has "
+    "fewer had ended, where no call can bring it. Replace them between loops, or change those that there are."
+)
+
+
 def _insist_on_alike(shares: Sequence[Share]) -> None:
     """Raise if the ranks planned windows of different sizes, or returned different kinds of losses."""
     agreed([(r, int(share.size)) for r, share in enumerate(shares) if share.size], "number of steps in a window")
     numbers = [(rank, int(share.number)) for rank, share in enumerate(shares) if share.number != NOBODY]
     agreed(numbers, "number of closed windows", _MISSED)
+    changes = [(rank, int(share.changes)) for rank, share in enumerate(shares) if share.changes != NOBODY]
+    agreed(changes, "number of changes of participants in a loop", _REPLACED)
     returned = [(rank, share.kind) for rank, share in enumerate(shares) if share.num_micro_batches]
     scales = [(rank, float(share.scale)) for rank, share in enumerate(shares) if share.num_micro_batches]
     agreed(scales, "scale of the GradScaler", "Load its state on all ranks, or on none.")

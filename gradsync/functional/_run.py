@@ -57,6 +57,7 @@ class Run:
         self.terms = terms
         self.key = key  # names this run among those of its loop; the same on all ranks
         self.number = 0  # how many windows have closed
+        self.num_changes = 0  # how often its calls came with other participants than before
         self._num_dropped = 0  # dropped micro-batches of closed windows
         self.team: Team | None = None
         self.window: Window | None = None

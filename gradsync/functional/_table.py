@@ -32,6 +32,7 @@ class Share(NamedTuple):
     left: float = 0.0  # items still to come; inf if unknown
     once: float = 0.0  # 1 if its loop has called once for each item so far
     scale: float | torch.Tensor = 0.0  # of its GradScaler; 0 without one
+    changes: float = NOBODY  # how often participants have changed since the loop began; NOBODY outside of loops
     number: float = NOBODY  # how many windows the rank has closed before; NOBODY on a rank that has not opened this one
 
     def row(self) -> list[float | torch.Tensor]:

@@ -59,6 +59,7 @@ class Loop:
         self._talk = Talk(name, runs)
         self._lockstep = Lockstep(self.data, self._talk)
         self._exchanges: dict[Run, _InLoop] = {}
+        self._num_changes: dict[Run, int] = {}  # of each run at its first call in this loop
         self._is_in_lockstep = False  # what `Talk` said when a window was opened, or a run was new
         self._is_as_long = True  # whether all ranks are known to have as many items
         self._told_end: set[Run] = set()  # runs of which this rank has told the others that their last window closes
@@ -68,6 +69,7 @@ class Loop:
         found = self._exchanges.get(run)
         if found is None:
             found = self._exchanges[run] = _InLoop(self, run)
+            self._changes(run)
         return found
 
     @property
@@ -142,7 +144,12 @@ class Loop:
         if left == 0:
             self._told_end.add(run)
         opened = self._talk.first_open if self.data.has_ended else NOBODY
-        return window.share(closing=float(run.key), opened=opened, left=left, once=once)
+        changes = self._changes(run)
+        return window.share(closing=float(run.key), opened=opened, left=left, once=once, changes=changes)
+
+    def _changes(self, run: Run) -> float:
+        """How often the run's calls came with other participants, since the first in this loop."""
+        return float(run.num_changes - self._num_changes.setdefault(run, run.num_changes))
 
     def hear(self, run: Run, window: Window, sent: Sent) -> list[Share]:
         """The shares of all ranks of a window that closes."""
@@ -204,8 +211,10 @@ class Loop:
         if alone is not None:
             alone.fitting_team()  # collective where participants have changed: the others make it as a window opens
         mine = Share(open=talk.first_open, left=0.0 if alone else _ASKS)
-        if alone is not None and alone.window is not None:
-            mine = alone.window.share(opened=talk.first_open)
+        if alone is not None:
+            mine = mine._replace(changes=self._changes(alone))
+            if alone.window is not None:
+                mine = alone.window.share(opened=talk.first_open, changes=mine.changes)
         sent = talk.send(mine)
         closing = talk.closing([Share.of(row) for row in sent.rows()])
         if closing is None:

@@ -125,7 +125,15 @@ class Window:
             seed = seeds[key] = torch.ones_like(loss, requires_grad=False) / self.size
         return seed
 
-    def share(self, *, closing: float = NOBODY, opened: float = NOBODY, left: float = 0.0, once: float = 0.0) -> Share:
+    def share(
+        self,
+        *,
+        closing: float = NOBODY,
+        opened: float = NOBODY,
+        left: float = 0.0,
+        once: float = 0.0,
+        changes: float = NOBODY,
+    ) -> Share:
         """This rank's share; the keywords are what a loop adds to it."""
         return Share(
             num_micro_batches=float(self.num_micro_batches),
@@ -140,6 +148,7 @@ class Window:
             left=left,
             once=once,
             scale=0.0 if self.scale is None else self.scale.value,
+            changes=changes,
             number=float(self.number),
         )
 

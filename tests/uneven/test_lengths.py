@@ -104,6 +104,56 @@ def test_participants_change_after_a_rank_has_run_out(ranks, lengths, wrap, size
     ranks(2).run(changed_after_one_has_run_out, lengths, wrap, sized, limit=15)
 
 
+class Replacing:
+    """A trainer whose `on_update` puts another object where a keyword finds it, on all ranks after the same update."""
+
+    def __init__(self, what: str, after: int) -> None:
+        self.model = small_model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.ConstantLR(self.optimizer, 0.5, total_iters=2)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        self.what, self.after = what, after
+        self.step = accumulating(
+            2, model=lambda *_: self.model, optimizer=lambda *_: self.optimizer, scheduler=lambda *_: self.schedule,
+            scaler=lambda *_: self.scaler, on_update=self.replace,
+        )(self.loss)  # fmt: skip
+
+    def loss(self, x, loss):
+        return loss(self.model(x), x[:, :2])
+
+    def replace(self, progress) -> None:
+        if progress.updates == self.after and self.what == "schedule":
+            self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.1)
+        if progress.updates == self.after and self.what == "scaler":
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+
+def replaced_after_one_has_run_out(what: str, after: int) -> str:
+    trainer = Replacing(what, after)
+    rank = dist.get_rank()
+    try:
+        for x in trainer.step.over([micro_batch(rank, i) for i in range([9, 4][rank])]):
+            trainer.step(x, nn.MSELoss())
+    except gradsync.GradSyncError as error:
+        return str(error)
+    weight = trainer.model[0].weight.detach()
+    theirs = [torch.empty_like(weight) for _ in range(2)]
+    dist.all_gather(theirs, weight)
+    assert torch.equal(*theirs)
+    return "no error"
+
+
+@pytest.mark.parametrize("what", ["schedule", "scaler", "nothing"])
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_participant_that_is_replaced_after_a_rank_has_run_out(ranks, what, after):
+    """That rank has no call that could bring it. While all ranks have calls, all of them take the new one."""
+    for text in ranks(2).run(replaced_after_one_has_run_out, what, after, limit=15):
+        if what == "nothing" or after == 1:
+            assert text == "no error"
+        else:
+            assert "number of changes of participants" in text or "scale of the GradScaler" in text, text
+
+
 UNEVEN = [[5, 3], [3, 5], [1, 9], [9, 1], [4, 8], [8, 7], [1, 1]]
 
 
