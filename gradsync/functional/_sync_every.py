@@ -38,9 +38,8 @@ def sync_every(
     """Micro-steps that synchronise once every `steps`, for a loop that keeps its own backward and update.
 
     With an iterable it yields `(MicroStep, item)` and closes the tail exactly, also where ranks have different numbers
-    of items. Without an iterable it is endless, to zip with a loop. What backwards
-    in the loop's body leave stays local, except in the last step of a window. However the loop is left, the model's
-    engine is restored.
+    of items. Without an iterable it is endless, to zip with a loop. What backwards in the loop's body leave stays
+    local, except in the last step of a window. However the loop is left, the model's engine is restored.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -10,6 +10,7 @@ from gradsync._step_hook import unwatch_steps, watch_steps
 from gradsync.functional._gradient_watch import GradientWatch
 from gradsync.functional._leaf_hooks import PlainBackward
 from gradsync.functional._left import insist_on_none_inside, insist_on_none_left, mark
+from gradsync.functional._owned import owned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -60,8 +61,7 @@ class TurnWatch:
     def end(self) -> None:
         """A turn ends."""
         self._steps.place = None
-        if self._plain is not None:
-            self._stop(self._plain)
+        self._stop()
 
     def end_loop(self) -> None:
         """Called after the last turn. What refers to the models goes now, and waits for no garbage collection."""
@@ -78,8 +78,7 @@ class TurnWatch:
         if not self.is_explicit and self._run.is_plain:
             raise mixed(place)
         self.is_explicit = True
-        if self._plain is not None:
-            self._stop(self._plain)
+        self._stop()
         if not place.index:
             self._older = insist_on_none_left(self._run.fitting_team())
             if self._gradients.appeared():
@@ -114,9 +113,10 @@ class TurnWatch:
         elif closing is not None or self._is_blind:
             self._plain = self._somewhere().watch()
 
-    def _stop(self, plain: PlainBackward) -> None:
-        plain.stop()
-        self._plain = None
+    def _stop(self) -> None:
+        if self._plain is not None:
+            self._plain.stop()
+            self._plain = None
 
     def _everywhere(self) -> PlainBackward:
         team = self._run.fitting_team()
@@ -168,8 +168,7 @@ class StepWatch:
         """An optimizer is about to step."""
         if self.place is None:
             return
-        team = self._run.fitting_team()
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        team, stepped = self._run.fitting_team(), owned([optimizer])
         if team.ids.isdisjoint(map(id, stepped)):
             return
         if self.closing is None:
@@ -180,10 +179,9 @@ class StepWatch:
                 f"gradients are synchronised, but optimizer.step() came {where}. Write behind the backward: if "
                 "step.last: optimizer.step(); optimizer.zero_grad()."
             )
-        if not team.ids.issuperset(map(id, stepped)):
-            left = [one for one in stepped if id(one) not in team.ids and one.grad is not None]
-            if left and (team.num_ranks > 1 or self.closing.factor not in {None, 1.0}):
-                self._insist_on_models(left)
+        left = [one for one in stepped if id(one) not in team.ids and one.grad is not None]
+        if left and (team.num_ranks > 1 or self.closing.factor not in {None, 1.0}):
+            self._insist_on_models(left)
         if not self._run.is_plain:
             mark(stepped)
 

@@ -60,7 +60,6 @@ class Loop:
         self._lockstep = Lockstep(self.data, self._talk)
         self._exchanges: dict[Run, _InLoop] = {}
         self._num_changes: dict[Run, int] = {}  # of each run at its first call in this loop
-        self._is_in_lockstep = False  # what `Talk` said when a window was opened, or a run was new
         self._is_as_long = True  # whether all ranks are known to have as many items
         self._told_end: set[Run] = set()  # runs of which this rank has told the others that their last window closes
 
@@ -118,13 +117,11 @@ class Loop:
                 talk.announce(run)
             talk.called.append(run)
             talk.check_keys()
-            self._is_in_lockstep = talk.is_in_lockstep
         window = run.window
         if window is None:
             window = run.open(run.fitting_team())
             self._lockstep.plan(run, window)
-            self._is_in_lockstep = talk.is_in_lockstep
-        if self._is_in_lockstep:
+        if talk.is_in_lockstep:
             ends = self._lockstep.ends(run, window)
         else:
             # Ranks with more items may come to another run's window first. In `rest` they say which one is next.
