@@ -46,4 +46,4 @@ class BodyInParts:
         if not isinstance(error, self._updater.settings.skip) or is_misuse(error) or is_lost(error):
             raise error
         run = self._updater.run
-        return run.spoil(one.place, error) if one.has_changed else run.drop(one.place)
+        return run.drop(one.place, error if one.has_changed else None)

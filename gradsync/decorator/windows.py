@@ -188,7 +188,7 @@ class Windows:
                     if replay is not None:
                         self._body.remember(replay, args, kwargs, loop)
                 elif team.lockstep:
-                    run.note_dropped()
+                    window.drop()
                     closing = self._run_again(place)
                 else:
                     closing = run.drop(place)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch.amp import GradScaler
 
-    from gradsync.functional._boundary import Begun
+    from gradsync.functional._boundary import Passage
     from gradsync.functional._closing import Closing
     from gradsync.functional._place import Place
     from gradsync.functional._run import Run
@@ -86,7 +86,7 @@ class PartedBackward:
     ) -> None:
         """`changes` is called once, right before the first gradient of this micro-batch is accumulated."""
         self.run, self.place = run, place
-        self.begun: Begun | None = None  # set when the backward of the last part begins
+        self.begun: Passage | None = None  # set when the backward of the last part begins
         self.has_changed = False  # whether a gradient of this micro-batch may have been accumulated
         self._scaler, self._changes = scaler, changes
 
@@ -132,7 +132,7 @@ class PartedBackward:
         if self.begun is None:
             assert error is not None, "the backward of the last part has begun"
             raise error
-        return self.run.end(self.begun, error)
+        return self.begun.end(error)
 
 
 def _tensor(loss: torch.Tensor | LossSum) -> torch.Tensor:

@@ -217,7 +217,8 @@ class Loop:
         if closing is None:
             return None
         place = self._stand_in(closing, Part.MISSES)._replace(last=True)
-        closing.heard(sent)
+        assert closing.window is not None, "opened by now"
+        closing.window.heard = sent
         return StandIn(closing, place)
 
     def _stand_in(self, run: Run, part: Part) -> Place:

@@ -26,7 +26,7 @@ OF_ONE_RANK = {
     },
 }  # fmt: skip
 TRIED = {
-    "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Part", "StandIn", "Team", "Window", "Begun", "InParts",
+    "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Part", "StandIn", "Team", "Window", "Boundary", "Held", "InParts",
     "PartedBackward", "factor_of_update", "Transport", "update", "Update", "step_optimizers", "normalise", "norm", "clip", "all_finite", "sync_gradients",
     "no_sync", "sync_every", "MicroStep", "fit", "Fitting", "rows_that_fit",
 }  # fmt: skip
@@ -129,7 +129,7 @@ def parts_of_a_micro_batch(wrap) -> None:
         with run.holding(place):
             backward = F.PartedBackward(run, place)
             in_parts.run(backward, lambda x: mean_loss(model, x), (micro_batch(rank, index),), {})
-            assert isinstance(backward.begun, F.Begun)
+            assert isinstance(backward.begun, F.Boundary | F.Held)
             closing = backward.end()
     F.update([optimizer], factor=closing.factor)
     run.close()
