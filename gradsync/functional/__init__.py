@@ -49,7 +49,7 @@ Another decorator, with tails, `LossSum` and ranks that differ:
 ...     loss = train(batch)
 
 An exception would be `run.discard()`. On engines whose forward communicates, a place of `Part.REPEATS` wants the last
-micro-batch run once more, and `run.repeat(place, loss)`.
+micro-batch run once more, and `run.backward(place, loss)`.
 
 Smaller parts stand alone: arithmetic (`window_size`, `sizes`, `correction`), gradients (`normalise`, `clip`, `norm`,
 `all_finite`, `discard`), engines (`no_sync`, `sync_gradients`), the update (`update`), a whole loop (`sync_every`),

@@ -122,6 +122,8 @@ class Run:
         """A context for a micro-batch's forward and backward, in which the engines hold gradients back."""
         team = self._open_window.team
         hold = team.first_hold(self.name, self.who.models) if team.is_new else team.hold
+        if place.part is not Part.RUNS:
+            hold = both(hold, weightless(team.leaves))
         if not profiler._is_profiler_enabled:
             return hold
         return both(named_range("gradsync.sync" if place.last else "gradsync.hold"), hold)
@@ -137,14 +139,18 @@ class Run:
         """Run a micro-batch's backward, inside `holding`. In the last place the window synchronises.
 
         Returns None in a held place, and at the boundary what came to the window: make the update, then call `close`.
-        An exception of a type in `skip` is not raised; it drops the window on all ranks.
+        An exception of a type in `skip` is not raised; it drops the window on all ranks. The gradients of a replay
+        weigh nothing.
         """
-        self.insist_on_same(place)
         window = self._open_window
-        check_loss(loss.loss if isinstance(loss, LossSum) else loss)
+        tensor = check_loss(loss)
+        if place.part is Part.MISSES:
+            return self.miss(place)
+        if place.part is Part.REPEATS:
+            return self._run_backward(window, place, tensor, None, run)
+        self.insist_on_same(place)
         window.add(loss)
-        tensor, seed = window.weigh(loss, scaler)
-        return self._run_backward(place, tensor, seed, run)
+        return self._run_backward(window, place, *window.weigh(loss, scaler), run)
 
     def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Passage:
         """Begin a backward that the caller runs by itself. In the last place, the table leaves.
@@ -153,28 +159,17 @@ class Run:
         and calls `end`, which returns what `backward` returns.
         """
         self.insist_on_same(place)
-        self._open_window.add(loss)
-        return self._passage(place, self._order(place))
-
-    def repeat(self, place: Place, loss: torch.Tensor | LossSum, run: RunBackward | None = None) -> Closing | None:
-        """Run the backward of a replay, for engines where the other ranks wait in it.
-
-        Zeros take the place of its gradients. (`loss * 0` would leave a NaN.)
-        """
-        tensor = loss.loss if isinstance(loss, LossSum) else loss
-        check_loss(tensor)
-        zeros = weightless(self._open_window.team.leaves)
-        try:
-            return self._run_backward(place, tensor, None, run)
-        finally:
-            zeros.remove()
+        window = self._open_window
+        window.add(loss)
+        return self._passage(window, place, self._order(window, place))
 
     def miss(self, place: Place) -> Closing | None:
         """Run nothing in this place. In the last place, what is held synchronises without a backward."""
-        order = self._order(place)
+        window = self._open_window
+        order = self._order(window, place)
         # A static graph synchronises first in a backward: in this rank's next one.
         owes = not place.last and any(engine.owes_first for engine in order.armed)
-        return self._passage(place, HELD if owes else order.without_backward()).end()
+        return self._passage(window, place, HELD if owes else order.without_backward()).end()
 
     def drop(self, place: Place, error: Exception | None = None) -> Closing | None:
         """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean.
@@ -206,7 +201,7 @@ class Run:
             window.num_micro_batches += 1
             window.num_own += 1
             window.kind = PLAIN
-        return Joined(self._passage(place, self._order(place)), reached, done).over
+        return Joined(self._passage(window, place, self._order(window, place)), reached, done).over
 
     # -- a window ---------------------------------------------------------------------------------------------------
 
@@ -286,24 +281,22 @@ class Run:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _run_backward(
-        self, place: Place, loss: torch.Tensor, seed: torch.Tensor | None, run: RunBackward | None
+        self, window: Window, place: Place, loss: torch.Tensor, seed: torch.Tensor | None, run: RunBackward | None
     ) -> Closing | None:
-        passage = self._passage(place, self._order(place))
+        passage = self._passage(window, place, self._order(window, place))
         try:
             backward(loss, passage.order, seed, run)
         except BaseException as error:  # noqa: BLE001 - raised again, after what the other ranks wait for
             return passage.end(error)
         return passage.end()
 
-    def _passage(self, place: Place, order: Order) -> Passage:
-        window, terms = self._open_window, self.terms
+    def _passage(self, window: Window, place: Place, order: Order) -> Passage:
         if place.last:
-            return Boundary(window, order, terms, self._exchange, self.transport)
-        return Held(window, order, terms.skip)
+            return Boundary(window, order, self.terms, self._exchange, self.transport)
+        return Held(window, order, self.terms.skip)
 
-    def _order(self, place: Place) -> Order:
+    def _order(self, window: Window, place: Place) -> Order:
         """How the engines synchronise in this place."""
-        window = self._open_window
         if window.sizes is not None:
             compare_sizes(window)
         if place.last:
