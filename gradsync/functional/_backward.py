@@ -61,22 +61,17 @@ def backward(
     """
     for engine in order.armed:
         engine.arm(loss)
-    if run is None:
-        _run(loss, seed)
-    else:
+    if run is not None:
         _insist(run, loss if seed is None else loss * seed)
-
-
-def _run(loss: torch.Tensor, seed: torch.Tensor | None) -> None:
-    """What `loss.backward(seed)` does, without its checks of the seed, which is ours; they cost a fifth of the call.
-
-    `_engine_run_backward` is private in torch; without it, and for a subclass of tensors, `backward` is called.
-    """
-    run = getattr(graph, "_engine_run_backward", None)
-    if seed is None or run is None or type(loss) is not torch.Tensor:
+    elif seed is None or _RUN is None or type(loss) is not torch.Tensor:
         loss.backward(seed)
     else:
-        run((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        _RUN((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+# What `loss.backward(seed)` calls, without its checks of the seed, which is ours; they cost a fifth of the call. It is
+# private in torch; without it, and for a subclass of tensors, `backward` is called.
+_RUN: Callable[..., Any] | None = getattr(graph, "_engine_run_backward", None)
 
 
 def _insist(run: RunBackward, loss: torch.Tensor) -> None:

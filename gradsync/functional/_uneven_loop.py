@@ -266,10 +266,12 @@ class _InLoop(Exchange):
         data.call(run)
         if run not in talk.called:
             loop.meet(run)
-        super().enter(run)
+        window = run.window
+        if window is None:
+            window = run.open(run.fitting_team())
+            self.plan(window)
         if talk.is_in_lockstep:
-            assert run.window is not None, "opened by now"
-            ends = self._lockstep.ends(run, run.window)
+            ends = self._lockstep.ends(run, window)
         else:
             # Ranks with more items may come to another run's window first. In `rest` they say which one is next.
             ends = data.is_in_last_call(run) and (loop.is_as_long or len(talk.known) <= 1)
