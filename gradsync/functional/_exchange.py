@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._table import IN_WORDS, NOTHING, PLAIN, SUMS, Share
+from gradsync.functional._table import IN_WORDS, PLAIN, SUMS, Share
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import agreed, insist, meet
 
@@ -70,7 +70,7 @@ class Exchange:
     def agree(self, window: Window) -> None:
         """Before a team's first synchronisation: compare what would make ranks wait forever if it differed."""
         team = window.team
-        if team.kind != NOTHING and (self._always or window.kind == team.kind):
+        if team.kind is not None and (self._always or window.kind == team.kind):
             return
         words = self._terms.in_words(window.number)
         scaler = "none" if window.scale is None else f"one of scale {float(window.scale.value)}"  # waits, once
@@ -80,7 +80,7 @@ class Exchange:
         with_loss = [(rank, one) for rank, one in enumerate(said) if one["loss"]]
         agreed([(rank, IN_WORDS[one["loss"]]) for rank, one in with_loss], "kind of loss")
         agreed([(rank, one["scaler"]) for rank, one in with_loss], "GradScaler")
-        team.kind = max(one["loss"] for one in said)
+        team.kind = max(one["loss"] for one in said) or None
 
 
 class Exchanges(Protocol):

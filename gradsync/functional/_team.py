@@ -19,7 +19,6 @@ from gradsync.functional._owned import owned
 from gradsync.functional._ranges import both
 from gradsync.functional._second_engine import SecondEngineWatch
 from gradsync.functional._snapshot import Snapshot
-from gradsync.functional._table import NOTHING
 from gradsync.ranks.group import require_group
 from gradsync.ranks.line import Line
 from gradsync.ranks.lost import WaitingFor
@@ -55,7 +54,7 @@ class Team:
         ungather(models)
         self.name = name
         self.is_new = True  # whether no micro-batch of it has run
-        self.kind = NOTHING  # of losses, once the ranks have compared it in words
+        self.kind: float | None = None  # of losses, once the ranks have compared it in words
         self.seeds: dict[Any, torch.Tensor] = {}  # the gradients that backwards begin with, by what they depend on
         mine = owned(optimizers)
         ids = set(map(id, mine))
