@@ -96,6 +96,11 @@ def _check_single(returned: Sequence[object]) -> None:
             )
 
 
+def tensor_of(loss: torch.Tensor | LossSum) -> torch.Tensor:
+    """The tensor from which a loss's backward runs."""
+    return loss.loss if isinstance(loss, LossSum) else loss
+
+
 def check_loss(loss: torch.Tensor) -> None:
     """Raise unless `backward` can run from `loss`."""
     if not isinstance(loss, torch.Tensor):
@@ -127,7 +132,7 @@ def no_gradient(came: str) -> GradSyncError:
 
 def detach(returned: T, loss: torch.Tensor | LossSum) -> T:
     """`returned`, the same object, its loss without a graph (where it is a view in something frozen, an equal one)."""
-    tensor = loss.loss if isinstance(loss, LossSum) else loss
+    tensor = tensor_of(loss)
     if not tensor._is_view() and not tensor.is_leaf:
         tensor.detach_()
         return returned

@@ -10,7 +10,6 @@ from gradsync._errors import GradSyncError
 from gradsync._frames import drawn_by
 from gradsync._loss import LossSum
 from gradsync.functional._gradients import normalise
-from gradsync.functional._in_parts import PartedBackward
 from gradsync.functional._leaf_hooks import weightless
 from gradsync.functional._place import Part, Place
 from gradsync.functional._ranges import NO_RANGE
@@ -187,17 +186,8 @@ class Turn:
     ) -> Any:
         """What `Fitting.__call__` does."""
         place = self._begin(step)
-        if place.part is Part.MISSES:
-            returned = fitted.run_forward(function, args, kwargs)
-            self._close(place, self._run.miss(place))
-            return returned
-        one = PartedBackward(self._run, place)
-        try:
-            returned = fitted.run(one, function, args, kwargs)
-        except BaseException as error:
-            one.end(error)  # completes the collectives that it began, and raises
-            raise
-        self._close(place, one.end())
+        returned, closing = fitted.run(self._run, place, function, args, kwargs)
+        self._close(place, closing)
         return returned
 
     def _begin(self, step: MicroStep) -> Place:
