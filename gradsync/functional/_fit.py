@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
 from gradsync.functional._in_parts import InParts
@@ -49,5 +50,5 @@ class Fitting(InParts, Generic[P, R]):
 
     def __call__(self, step: MicroStep, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function on these arguments, and then the backward of `step`."""
-        returned: R = step._turn.in_parts(step, self, self._function, args, kwargs)
+        returned: R = step._turn.in_parts(step, partial(self.run, function=self._function, args=args, kwargs=kwargs))
         return returned

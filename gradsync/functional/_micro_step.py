@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from gradsync.functional._backward import RunBackward
     from gradsync.functional._closing import Closing
-    from gradsync.functional._in_parts import InParts
     from gradsync.functional._leaf_hooks import LeafHooks
     from gradsync.functional._run import Run
 
@@ -176,17 +175,10 @@ class Turn:
         else:
             self._close(place, self._run.miss(place))
 
-    def in_parts(
-        self,
-        step: MicroStep,
-        fitted: InParts,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """What `Fitting.__call__` does."""
+    def in_parts(self, step: MicroStep, run: Callable[[Run, Place], tuple[Any, Closing | None]]) -> Any:
+        """What `Fitting.__call__` does: `run` runs forward and backward in a place; returns what the forward did."""
         place = self._begin(step)
-        returned, closing = fitted.run(self._run, place, function, args, kwargs)
+        returned, closing = run(self._run, place)
         self._close(place, closing)
         return returned
 

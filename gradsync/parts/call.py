@@ -113,7 +113,7 @@ class _Call:
         self.failed = math.inf  # the smallest size that did not fit
         self.fitted: list[_Piece] = []
         self.shape: Any = None
-        self.before = sys.exc_info()[1]  # the exception that the user is handling
+        self.handled = sys.exc_info()[1]  # the exception that the user is handling
 
     def run(self) -> Outcome:
         fit = self.fit
@@ -153,7 +153,7 @@ class _Call:
                 pieces = self._after_failure(piece)
                 if not pieces:
                     raise
-                let_go(error, self.before)
+                let_go(error, self.handled)
             else:
                 return
             free()  # only here, because the error keeps tensors alive
