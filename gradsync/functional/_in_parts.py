@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ class InParts:
         self.parts = 1
         self.rows: int | None = None
         self._fit = Fit(cut, name=name)
-        self._team: Team | None = None  # the team that was checked last
+        self._team: Callable[[], Team | None] = lambda: None  # the team that was checked last, held weakly
 
     def run(
         self,
@@ -68,11 +69,11 @@ class InParts:
         if place.part is Part.MISSES:  # a replay on engines that need none: only what it returns is wanted
             returned, self.parts, self.rows = run_in_parts(function, args, kwargs, Backward(), self._fit)
             return returned, run.miss(place)
-        team = run.fitting_team()
-        if place.index == 0 or team is not self._team:
+        team, checked = run.fitting_team(), self._team()
+        if place.index == 0 or team is not checked:
             models = run.who.models
-            self._fit.open(models, () if team is self._team else [*team.engines, *find(models)])
-            self._team = team
+            self._fit.open(models, () if team is checked else [*team.engines, *find(models)])
+            self._team = weakref.ref(team)
         backward = _BackwardOfWindow(run, place, scaler, changes)
         try:
             returned, self.parts, self.rows = run_in_parts(function, args, kwargs, backward, self._fit)

@@ -154,7 +154,7 @@ class Handed:
         if isinstance(one, torch.Tensor):
             self._tensors.append((one, version_of(one)))
         elif isinstance(one, list | tuple):
-            if isinstance(one, list) and one:
+            if isinstance(one, list):
                 self._containers.append((one, list(one)))
             for inner in one:
                 self._note(inner)

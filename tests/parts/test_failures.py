@@ -263,7 +263,8 @@ def test_a_buffer_that_begins_to_change_is_an_error():
 def test_arguments_are_put_back(where):
     """A body may write to the lists and dicts that it is given; a tensor that it writes to is an error that says so."""
 
-    def function(model, some, others):
+    def function(model, some, others, log):
+        log.append(len(others["x"]))
         others["x"] = others["x"] * 2
         some[0] = others["output"] = model(others["x"])
         return ((others["output"] - others["y"]) ** 2).mean(dim=1).mean()
@@ -275,9 +276,10 @@ def test_arguments_are_put_back(where):
     outputs, alive = [], []  # of parts: each is to be gone before the next part runs
     model.register_forward_hook(lambda _, __, output: outputs.append(weakref.ref(output)))
     model.register_forward_pre_hook(lambda *_: alive.extend(ref() for ref in outputs if ref() is not None))
-    some, others = [y], {"x": x, "y": y}
-    run(model, some, others, function=function)
+    some, others, log = [y], {"x": x, "y": y}, []
+    run(model, some, others, log, function=function)
     assert_same(gradients(model), truth)
+    assert log == [1] * 6  # of the parts that fitted alone, though it began empty
     assert some[0] is y and list(others) == ["x", "y"] and others["x"] is x
     assert len(outputs) >= 6 and not alive
 
