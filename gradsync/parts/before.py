@@ -136,9 +136,8 @@ class Handed:
         for container, held in self._containers:
             if isinstance(container, MutableSequence):
                 container[:] = held
-            else:
-                for key in [key for key in container if key not in held]:
-                    del container[key]
+            elif [*container] != [*held] or any(container[key] is not one for key, one in held.items()):
+                container.clear()  # the order of its keys comes back, too
                 container.update(held)
         for tensor, before in self._tensors:
             if version_of(tensor) != before:

@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -292,6 +293,34 @@ def test_arguments_are_put_back(where):
     with torch.inference_mode():
         x = x.clone()  # has no version
     run(model, x, y, function=lambda model, x, y: mean_loss(model, x.clone(), y))
+
+
+class Output(OrderedDict):
+    """Like that of transformers' models: it may be read and written to, but not deleted from or updated."""
+
+    def __delitem__(self, *_):
+        raise NotImplementedError
+
+    pop = update = clear = __delitem__
+
+
+def test_mappings_are_put_back():
+    """In their order, by which a size is remembered; and one that nobody has changed is left alone."""
+
+    def function(model, batch, output):
+        y = batch.pop("y")
+        return mean_loss(model, batch["x"], y + 0 * output["logits"])
+
+    model = Net()
+    model.limit = 3
+    fit = opened(model)
+    x, y = batch(6)
+    output = Output()
+    output["logits"] = y
+    for _ in range(3):
+        outcome = run(model, some := {"y": y, "x": x}, output, function=function, fit=fit)
+        assert outcome.parts == 2 and list(output) == ["logits"] and list(some) == ["y", "x"]
+    assert model.log == [6]  # only the first call tried more
 
 
 def test_returned_objects():
