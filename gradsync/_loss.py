@@ -97,12 +97,13 @@ def _check_single(returned: Sequence[object]) -> None:
 
 
 def tensor_of(loss: torch.Tensor | LossSum) -> torch.Tensor:
-    """The tensor from which a loss's backward runs."""
+    """The tensor in a loss."""
     return loss.loss if isinstance(loss, LossSum) else loss
 
 
-def check_loss(loss: torch.Tensor) -> None:
-    """Raise unless `backward` can run from `loss`."""
+def check_loss(loss: torch.Tensor | LossSum) -> torch.Tensor:
+    """The tensor from which the backward of a loss runs; raises if it cannot."""
+    loss = tensor_of(loss)
     if not isinstance(loss, torch.Tensor):
         raise GradSyncError(
             f"The loss must be a tensor, but it is of type {type(loss).__name__}. Give the loss itself: not its "
@@ -119,6 +120,7 @@ def check_loss(loss: torch.Tensor) -> None:
         )
     if not loss.requires_grad:
         raise no_gradient("it has requires_grad=False")
+    return loss
 
 
 def no_gradient(came: str) -> GradSyncError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +11,7 @@ from gradsync.functional import Transport
 from gradsync.overlap.attach import attach
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from gradsync.functional import Team, Window
     from gradsync.overlap import Travel
@@ -32,17 +31,15 @@ class Compressed(Transport):
                     "out."
                 )
 
-    @contextmanager
-    def carrying(self, window: Window) -> Iterator[None]:
-        """A context for the synchronisation of a window."""
-        travels = travels_of(window)
-        try:
-            for travel in travels:
-                travel.dtype = torch.bfloat16
-            yield
-        finally:
-            for travel in travels:
-                travel.dtype = None
+    def carry(self, window: Window) -> None:
+        """Its gradients are about to synchronise."""
+        for travel in travels_of(window):
+            travel.dtype = torch.bfloat16
+
+    def carried(self, window: Window) -> None:
+        """They have, or have failed to."""
+        for travel in travels_of(window):
+            travel.dtype = None
 
 
 def travels_of(window: Window) -> Sequence[Travel]:

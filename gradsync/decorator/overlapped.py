@@ -7,7 +7,6 @@ of the next window they land: the call then makes the true update, and calls `on
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from gradsync.overlap import check_ddp, check_optimizers, check_scaler, depart, 
 from gradsync.ranks.lost import WaitingFor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import torch
     from torch.nn.parallel import DistributedDataParallel
@@ -112,26 +111,20 @@ class Overlapped(Transport):
 
     # -- a window -----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def carrying(self, window: Window) -> Iterator[None]:
-        """A context for the synchronisation of a window: copies of its gradients depart, and the gradients stay."""
-        travels = travels_of(window)
-        ddps = [engine.carrier.ddp for engine in window.active if engine.carrier is not None]
-        for travel in travels:
+    def carry(self, window: Window) -> None:
+        """Its gradients are about to synchronise: copies of them depart, and they stay."""
+        for travel in travels_of(window):
             travel.dtype = self._dtype
             travel.begin()
-        _count(ddps, 1)
-        departed = False
-        try:
-            yield
-            departed = True
-        finally:
-            self._flights = [travel.end() for travel in travels]
-            self._ddps = ddps
-            for travel in travels:
-                travel.dtype = None
-            if not departed:
-                self._drop()
+        self._ddps = [engine.carrier.ddp for engine in window.active if engine.carrier is not None]
+        _count(self._ddps, 1)
+
+    def carried(self, window: Window) -> None:
+        """They have departed, or have failed to: then `go_back` drops what has."""
+        travels = travels_of(window)
+        self._flights = [travel.end() for travel in travels]
+        for travel in travels:
+            travel.dtype = None
 
     def begin(self) -> None:
         """Called when a call begins: what an exception left travelling lands now."""

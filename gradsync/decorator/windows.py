@@ -190,16 +190,17 @@ class Windows:
                     if replay is not None:
                         self._body.remember(replay, args, kwargs, loop)
                 elif team.lockstep:
-                    run.note_dropped()
-                    closing = self._run_again(place)
+                    window.drop()
+                    closing = self._run_again(place._replace(part=Part.REPEATS))
                 else:
                     closing = run.drop(place)
         return returned, closing
 
     def _run_again(self, place: Place) -> Closing | None:
-        loss = self._body.again()
+        with self.run.holding(place):
+            closing = self.run.backward(place, self._body.again())
         self.record.num_replays += 1
-        return self.run.repeat(place, loss)
+        return closing
 
     # -- without a call ---------------------------------------------------------------------------------------------
 
@@ -207,8 +208,11 @@ class Windows:
         """After this rank's data has ended: close its own open window, or take part in a window of the other ranks."""
         run = self.run
         with self:
-            with run.holding(place):
-                closing = self._run_again(place) if place.part is Part.REPEATS else run.miss(place)
+            if place.part is Part.REPEATS:
+                closing = self._run_again(place)
+            else:
+                with run.holding(place):
+                    closing = run.miss(place)
             self._end_place(closing)
         self._tell(closing)
 

@@ -49,7 +49,7 @@ Another decorator, with tails, `LossSum` and ranks that differ:
 ...     loss = train(batch)
 
 An exception would be `run.discard()`. On engines whose forward communicates, a place of `Part.REPEATS` wants the last
-micro-batch run once more, and `run.repeat(place, loss)`.
+micro-batch run once more, and `run.backward(place, loss)`.
 
 Smaller parts stand alone: arithmetic (`window_size`, `sizes`, `correction`), gradients (`normalise`, `clip`, `norm`,
 `all_finite`, `discard`), engines (`no_sync`, `sync_gradients`), the update (`update`), a whole loop (`sync_every`),
@@ -57,7 +57,7 @@ micro-batches that do not fit in memory in such a loop (`fit`), and how large on
 """
 
 from gradsync._loss import LossSum, detach, find_loss
-from gradsync.functional._boundary import Begun
+from gradsync.functional._boundary import Boundary, Held
 from gradsync.functional._closing import Closing
 from gradsync.functional._fit import Fitting, fit
 from gradsync.functional._gradient_watch import GradientWatch
@@ -94,10 +94,11 @@ from gradsync.functional._update import (
 from gradsync.functional._window import Window
 
 __all__ = [
-    "Begun",
+    "Boundary",
     "Closing",
     "Fitting",
     "GradientWatch",
+    "Held",
     "InParts",
     "Loop",
     "LossSum",

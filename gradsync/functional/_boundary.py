@@ -1,87 +1,110 @@
-"""The boundary of a window: the table leaves, gradients synchronise, buffers are made equal, the closing is known."""
+"""What synchronises in the place of a micro-batch: the window in its last (`Boundary`), nothing in others (`Held`).
+
+Both have the `order` in which engines synchronise, and an `end`, to be called after the backward.
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch.autograd import Variable
 
 from gradsync.functional._closing import Closing
-from gradsync.functional._order import Order
+from gradsync.functional._order import HELD, Order
 from gradsync.functional._table import SUMS
 from gradsync.ranks.lost import WaitingFor, is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from gradsync.functional._exchange import Exchange
-    from gradsync.functional._place import Place
     from gradsync.functional._table import Share
     from gradsync.functional._terms import Terms
     from gradsync.functional._transport import Transport
     from gradsync.functional._window import Window
     from gradsync.ranks.line import Sent
 
+    Passage: TypeAlias = "Held | Boundary"
+
+
+class Held:
+    """A held place. Engines synchronise in it only where they must: `sync="each"`, or the first of a static graph."""
+
+    __slots__ = ("_skip", "_window", "order")
+
+    def __init__(self, window: Window, order: Order, skip: tuple[type[BaseException], ...]) -> None:
+        self.order = order
+        self._window = window
+        self._skip = skip
+
+    def end(self, error: BaseException | None = None) -> None:
+        """To be called after the backward, with its `error` if it failed. An error in `skip` is not raised."""
+        if self.order is not HELD or error is not None:
+            try:
+                self.order.end(error)
+            except self._skip as failure:
+                self._window.fail(failure)
+        self._window.index += 1
+
+    def give_up(self) -> None:
+        """To be called in place of `end`, where the error goes on by itself."""
+        self.order.abort()
+
 
 class Boundary:
-    """The boundary of one window: `conclude` runs what synchronises, in the order of `order` or `begin`."""
+    """The last place of a window: the table leaves, gradients synchronise, buffers are made equal."""
 
-    def __init__(
-        self, window: Window, terms: Terms, exchange: Exchange, transport: Transport, heard: Sent | None = None
-    ) -> None:
-        """`heard` is the table, if the ranks have sent it already."""
+    def __init__(self, window: Window, order: Order, terms: Terms, exchange: Exchange, transport: Transport) -> None:
+        """The table leaves now; or, if engines synchronise twice, between the two."""
         self._window = window
         self._terms = terms
         self._exchange = exchange
         self._transport = transport
-        self._heard = heard
         self._sent: Sent | None = None
         self._failed = False  # whether the backward did
         self._due: Sequence[bool] = ()  # which ranks were to have a micro-batch, by rank
         self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
         self._arrivals: Sequence[Callable[[], None]] | None = None  # waits for buffers that have left already
-        self._begun: Order | None = None  # the order that `begin` has returned
-        self._carrying: AbstractContextManager[Any] | None = None  # the context that `begin` has entered
-
-    def order(self) -> Order:
-        """How the engines synchronise. The table leaves now; or, if they synchronise twice, between the two."""
-        window = self._window
-        order = Order.of_boundary(window.active, window.size, window.asked)
-        if order.again:
-            return order._replace(between=self._send)
-        self._send()
-        return order
-
-    def begin(self) -> Order:
-        """The same, for a backward of the caller's, after which it calls `conclude`. Enters the transport."""
-        self._begun = order = self.order()
-        self._carrying = carrying = ExitStack()
-        carrying.enter_context(self._transport.carrying(self._window))
-        return order
-
-    def conclude(self, run: Callable[[Order], None]) -> Closing:
-        """Let `run` synchronise the window; returns what came to it. An error in `skip` drops it on all ranks."""
-        window = self._window
+        self.order = order._replace(between=self._send) if order.again else order
         with WaitingFor(window.what):
-            try:
-                with self._carrying or self._transport.carrying(window):
-                    run(self._begun or self.order())
-            except BaseException as error:
-                closing = None if is_lost(error) else self.complete_failed()
-                if closing is None or not isinstance(error, self._terms.skip):
-                    raise
-                window.fail(error)
-                return closing
-            return self.closing()
+            if not order.again:
+                self._send()
+            transport.carry(window)
 
-    def complete_failed(self) -> Closing | None:
+    def end(self, error: BaseException | None = None) -> Closing:
+        """To be called after the backward, with its `error` if it failed; returns what came to the window.
+
+        An error of a type in `skip` is not raised: it drops the window on all ranks.
+        """
+        with WaitingFor(self._window.what):
+            try:
+                try:
+                    self.order.end(error)
+                finally:
+                    self._transport.carried(self._window)
+            except BaseException as failure:
+                closing = None if is_lost(failure) else self._closing_of_failed()
+                if closing is None or not isinstance(failure, self._terms.skip):
+                    raise
+                self._window.fail(failure)
+                return closing
+            return self._closing()
+
+    def give_up(self) -> None:
+        """To be called in place of `end`, where the error goes on by itself."""
+        self.order.abort()
+        self._transport.carried(self._window)
+        self._closing_of_failed()
+
+    def _closing_of_failed(self) -> Closing | None:
         """After a backward that failed: take part in the collectives that the other ranks run after theirs."""
         self._failed = True
         with suppress(Exception):  # the first error goes on
-            return self.closing().without()
+            return self._closing().without()
         return None
 
-    def closing(self) -> Closing:
+    def _closing(self) -> Closing:
         """After the gradients are synchronised: read the table, make the buffers equal, hear of failures."""
         window, team = self._window, self._window.team
         shares = self._hear()
@@ -97,13 +120,14 @@ class Boundary:
         return closing.without() if any(row[0] for row in failures.rows()) else closing
 
     def _send(self) -> None:
-        if self._window.team.num_ranks == 1:
+        window = self._window
+        if window.team.num_ranks == 1:
             return
         self._due = self._exchange.due
-        self._sent = self._heard if self._heard is not None else self._exchange.send(self._window)
+        self._sent = window.heard if window.heard is not None else self._exchange.send(window)
         if self._transport.closes_before:
             source = 0 if self._lowest_is_due else self._source()
-            self._arrivals = [engine.send_buffers(source) for engine in self._window.active]
+            self._arrivals = [engine.send_buffers(source) for engine in window.active]
 
     def _hear(self) -> Sequence[Share]:
         """The shares of all ranks. Waits for the table, and for nothing else."""
@@ -116,7 +140,7 @@ class Boundary:
         """Whether all ranks know without the table that rank 0 has a micro-batch in this window."""
         if self._due:
             return self._due[0]
-        return self._heard is None and not self._exchange.has_an_end
+        return self._window.heard is None and not self._exchange.has_an_end
 
     def _source(self) -> int:
         """The lowest rank that had a micro-batch, or was to have one: its buffers count."""
@@ -137,9 +161,43 @@ class Boundary:
             engine.share_buffers(source)
 
 
-class Begun(NamedTuple):
-    """A backward that the caller runs by itself: its place, how the engines synchronise in it, and its boundary."""
+class Joined:
+    """Synchronises in a backward of the user's that has begun already; `done(closing)` is called at its end."""
 
-    place: Place
-    order: Order
-    boundary: Boundary | None  # None in a held place
+    __slots__ = ("_done", "_has_ended", "_passage", "_reached", "_waits")
+
+    def __init__(self, passage: Passage, reached: set[int], done: Callable[[Closing | None], None]) -> None:
+        """`reached` has the ids of the leaves that the backward has come to."""
+        self._passage = passage
+        self._reached = reached
+        self._done = done
+        self._waits = False  # whether all gradients are there, so that it can only wait for other ranks
+        self._has_ended = False
+        for engine in passage.order.armed:
+            engine.arm(None)
+        # Queued twice: the reducer queues its own callback when its last bucket leaves, and ours must come after it.
+        Variable._execution_engine.queue_callback(self._arrived)
+
+    def over(self) -> bool:
+        """After the backward: complete the collectives if it failed; returns whether it failed waiting for ranks."""
+        if self._has_ended or self._waits:
+            return not self._has_ended
+        self._has_ended = True
+        self._note_visits()
+        self._passage.give_up()
+        return False
+
+    def _arrived(self) -> None:
+        self._waits = True
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        self._note_visits()
+        closing = self._passage.end()
+        self._has_ended = True
+        self._done(closing)
+
+    def _note_visits(self) -> None:
+        for engine in self._passage.order.armed:
+            if not self._reached.isdisjoint(map(id, engine.leaves)):
+                engine.note_visit()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
     from gradsync._loss import LossSum
-    from gradsync.functional._boundary import Begun
+    from gradsync.functional._boundary import Passage
     from gradsync.functional._closing import Closing
     from gradsync.functional._place import Place
     from gradsync.functional._run import Run
@@ -81,7 +81,7 @@ class InParts:
             return None, backward.fail(error)
         assert backward.begun is not None, "that of the last part"
         num_dropped = run.num_dropped
-        closing = run.end(backward.begun)
+        closing = backward.begun.end()
         return returned if run.num_dropped == num_dropped else None, closing
 
 
@@ -90,7 +90,7 @@ class _BackwardOfWindow(Backward):
 
     def __init__(self, run: Run, place: Place, scaler: GradScaler | None, changes: Callable[[], object]) -> None:
         self.parameters = run.fitting_team().parameters
-        self.begun: Begun | None = None  # set when the backward of the last part begins
+        self.begun: Passage | None = None  # set when the backward of the last part begins
         self._has_changed = False  # whether a gradient of this micro-batch may have been accumulated
         self._run, self._place, self._scaler, self._changes = run, place, scaler, changes
 
@@ -129,7 +129,7 @@ class _BackwardOfWindow(Backward):
         """A part failed for another reason than memory, or could not be cut."""
         run, place = self._run, self._place
         if self.begun is not None:  # the other ranks may wait in the collectives that it began
-            return run.end(self.begun, error)
+            return self.begun.end(error)
         if not isinstance(error, run.terms.skip) or is_misuse(error) or is_lost(error):
             raise error
-        return run.spoil(place, error) if self._has_changed else run.drop(place)
+        return run.drop(place, error if self._has_changed else None)

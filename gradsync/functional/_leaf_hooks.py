@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,22 +10,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
-
-
-class LeafHooks:
-    """Tensor hooks on some parameters, and their removal."""
-
-    def __init__(
-        self, leaves: Iterable[torch.Tensor], hook: Callable[[torch.Tensor | None], torch.Tensor | None]
-    ) -> None:
-        self._handles = [leaf.register_hook(hook) for leaf in leaves if leaf.requires_grad]
-
-    def remove(self) -> None:
-        """Remove the hooks. May be called twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
 
 class PlainBackward:
@@ -65,6 +51,16 @@ class PlainBackward:
         self._begin()
 
 
-def weightless(leaves: Iterable[torch.Tensor]) -> LeafHooks:
-    """Hooks that replace gradients by zeros, which `loss * 0` would not do for an inf or a NaN."""
-    return LeafHooks(leaves, lambda gradient: None if gradient is None else torch.zeros_like(gradient))
+@contextmanager
+def weightless(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A context in which gradients are replaced by zeros, which `loss * 0` would not do for an inf or a NaN."""
+    handles = [leaf.register_hook(_zeros) for leaf in leaves if leaf.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else torch.zeros_like(gradient)

@@ -10,7 +10,6 @@ from gradsync._errors import GradSyncError
 from gradsync._frames import drawn_by
 from gradsync._loss import LossSum
 from gradsync.functional._gradients import normalise
-from gradsync.functional._leaf_hooks import weightless
 from gradsync.functional._place import Part, Place
 from gradsync.functional._ranges import NO_RANGE
 from gradsync.functional._turn_watch import TurnWatch, mixed
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
     from gradsync.functional._backward import RunBackward
     from gradsync.functional._closing import Closing
-    from gradsync.functional._leaf_hooks import LeafHooks
     from gradsync.functional._run import Run
 
 
@@ -104,7 +102,6 @@ class Turn:
         self._done: MicroStep | None = None
         self._over: Callable[[], bool] | None = None  # call it after the user's own backward
         self._closing: Closing | None = None
-        self._weightless: LeafHooks | None = None  # in a replay
         self._hold: AbstractContextManager[Any] = NO_RANGE
         self._watch = TurnWatch(run, self._join)
 
@@ -125,8 +122,6 @@ class Turn:
         if not place.index:
             self.loop = drawn_by(sys._getframe(2))  # of the generator around this, to which it yields
         self._watch.begin(place)
-        if place.part is not Part.RUNS:
-            self._weightless = weightless(self._run.fitting_team().leaves)
         self._hold = self._run.holding(place)
         self._hold.__enter__()
         return step
@@ -136,9 +131,6 @@ class Turn:
     ) -> None:
         try:
             self._watch.end()
-            if self._weightless is not None:
-                self._weightless.remove()
-                self._weightless = None
             if self._over is not None and self._over():
                 # The user's backward raised torch's error; an iterator cannot replace it, but can warn beside it.
                 warnings.warn(waited(self._run.what()), RuntimeWarning, stacklevel=3)
@@ -168,12 +160,7 @@ class Turn:
     def backward(self, step: MicroStep, loss: torch.Tensor | LossSum, runs: RunBackward | None) -> None:
         """What `MicroStep.backward` does."""
         place = self._begin(step)
-        if place.part is Part.RUNS:
-            self._close(place, self._run.backward(place, loss, run=runs))
-        elif place.part is Part.REPEATS:
-            self._close(place, self._run.repeat(place, loss, run=runs))
-        else:
-            self._close(place, self._run.miss(place))
+        self._close(place, self._run.backward(place, loss, run=runs))
 
     def in_parts(self, step: MicroStep, run: Callable[[Run, Place], tuple[Any, Closing | None]]) -> Any:
         """What `Fitting.__call__` does: `run` runs forward and backward in a place; returns what the forward did."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradsync.functional._ranges import named_range
+from gradsync.engines import in_our_words
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
@@ -44,8 +44,23 @@ class Order(NamedTuple):
             return cls(engines, asked=asked)
         return cls(engines[:1], engines[1:], asked=asked)
 
-    def complete(self) -> None:
-        """After the backward: synchronise what it has not."""
+    def without_backward(self) -> Order:
+        """The same where this rank runs no backward, while other ranks may run theirs."""
+        return HELD if self is HELD else Order(after=self.again or (*self.armed, *self.after), asked=self.asked)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """After the backward, or in place of one: synchronise what it has not. `error` is what it failed with."""
+        if error is None:
+            self._complete()
+            return
+        if self is not HELD and not is_lost(error):  # a lost rank completes nothing
+            self.abort()
+            told = in_our_words(error)
+            if told is not None:
+                raise told from error
+        raise error
+
+    def _complete(self) -> None:
         wrong = _misuses(self.asked)
         for engine in self.armed:
             engine.finish()
@@ -53,7 +68,8 @@ class Order(NamedTuple):
             engine.reduce()
         if self.again:
             self.between()
-            reduce(self.again)
+        for engine in self.again:
+            engine.reduce()
         if wrong:
             raise wrong[0]
 
@@ -71,16 +87,6 @@ class Order(NamedTuple):
 
 
 HELD = Order()  # no engine synchronises
-
-
-def reduce(engines: Sequence[Engine], asked: Sequence[Engine] = ()) -> None:
-    """Synchronise what is accumulated, without a backward. The other ranks may run a backward meanwhile."""
-    wrong = _misuses(asked)
-    with named_range("gradsync.sync"):
-        for engine in engines:
-            engine.reduce()
-    if wrong:
-        raise wrong[0]
 
 
 def _misuses(engines: Sequence[Engine]) -> list[GradSyncError]:

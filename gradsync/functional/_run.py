@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +9,11 @@ from torch.autograd import profiler
 
 from gradsync._loss import LossSum, check_loss, no_gradient
 from gradsync._state import OPEN
-from gradsync.functional._backward import Joined, backward
-from gradsync.functional._boundary import Begun, Boundary
+from gradsync.functional._backward import backward
+from gradsync.functional._boundary import Boundary, Held, Joined
 from gradsync.functional._exchange import Exchange, compare_sizes, meet_at_flush
 from gradsync.functional._leaf_hooks import weightless
-from gradsync.functional._order import HELD, Order, reduce
+from gradsync.functional._order import HELD, Order
 from gradsync.functional._others import insist_on_one_window, land
 from gradsync.functional._owned import owned
 from gradsync.functional._place import Part, Place
@@ -25,7 +24,6 @@ from gradsync.functional._team import Team
 from gradsync.functional._terms import Terms, Who
 from gradsync.functional._transport import Transport
 from gradsync.functional._window import Window
-from gradsync.ranks.lost import WaitingFor, is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,9 +32,9 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
     from gradsync.functional._backward import RunBackward
+    from gradsync.functional._boundary import Passage
     from gradsync.functional._closing import Closing
     from gradsync.functional._exchange import Exchanges
-    from gradsync.ranks.line import Sent
 
 
 class Run:
@@ -67,7 +65,6 @@ class Run:
         # How gradients travel; `overlap` and `compress` put another way here.
         self.transport = Transport()
         self._alone = self._exchange = Exchange(terms)  # outside of loops, and that of the current place
-        self._heard: Sent | None = None  # the table of the window that closes, if it was sent before
         self._agreed = False  # whether the ranks have agreed to flush
 
     @property
@@ -125,6 +122,8 @@ class Run:
         """A context for a micro-batch's forward and backward, in which the engines hold gradients back."""
         team = self._open_window.team
         hold = team.first_hold(self.name, self.who.models) if team.is_new else team.hold
+        if place.part is not Part.RUNS:
+            hold = both(hold, weightless(team.leaves))
         if not profiler._is_profiler_enabled:
             return hold
         return both(named_range("gradsync.sync" if place.last else "gradsync.hold"), hold)
@@ -140,76 +139,45 @@ class Run:
         """Run a micro-batch's backward, inside `holding`. In the last place the window synchronises.
 
         Returns None in a held place, and at the boundary what came to the window: make the update, then call `close`.
-        An exception of a type in `skip` is not raised; it drops the window on all ranks.
+        An exception of a type in `skip` is not raised; it drops the window on all ranks. The gradients of a replay
+        weigh nothing.
         """
-        self.insist_on_same(place)
         window = self._open_window
-        check_loss(loss.loss if isinstance(loss, LossSum) else loss)
+        tensor = check_loss(loss)
+        if place.part is Part.MISSES:
+            return self.miss(place)
+        if place.part is Part.REPEATS:
+            return self._run_backward(window, place, tensor, None, run)
+        self.insist_on_same(place)
         window.add(loss)
-        tensor, seed = window.weigh(loss, scaler)
-        return self._synchronise(window, place, partial(backward, tensor, seed=seed, run=run))
+        return self._run_backward(window, place, *window.weigh(loss, scaler), run)
 
-    def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Begun:
+    def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Passage:
         """Begin a backward that the caller runs by itself. In the last place, the table leaves.
 
-        `loss` is that of the whole micro-batch. The caller arms `order.armed`, runs the backward, and calls `end`.
+        `loss` is that of the whole micro-batch. The caller arms `order.armed` of what is returned, runs the backward,
+        and calls `end`, which returns what `backward` returns.
         """
         self.insist_on_same(place)
         window = self._open_window
         window.add(loss)
-        if not place.last:
-            return Begun(place, self._order_of_held(window), None)
-        boundary = self._boundary(window)
-        with WaitingFor(self.what):
-            return Begun(place, boundary.begin(), boundary)
-
-    def end(self, begun: Begun, error: BaseException | None = None) -> Closing | None:
-        """To be called after that backward, with its `error` if it failed. Returns what `backward` returns."""
-
-        def conclude(_: Order) -> None:
-            if error is None:
-                begun.order.complete()
-                return
-            if not is_lost(error):
-                begun.order.abort()
-            raise error
-
-        return self._synchronise(self._open_window, begun.place, conclude, begun.boundary)
-
-    def spoil(self, place: Place, error: BaseException) -> Closing | None:
-        """A micro-batch failed before `begin`, when part of its gradients was there: all ranks drop the window."""
-        self._open_window.fail(error)
-        self._open_window.num_own += 1
-        return self.miss(place)
-
-    def repeat(self, place: Place, loss: torch.Tensor | LossSum, run: RunBackward | None = None) -> Closing | None:
-        """Run the backward of a replay, for engines where the other ranks wait in it.
-
-        Zeros take the place of its gradients. (`loss * 0` would leave a NaN.)
-        """
-        tensor = loss.loss if isinstance(loss, LossSum) else loss
-        check_loss(tensor)
-        window = self._open_window
-        zeros = weightless(window.team.leaves)
-        try:
-            return self._synchronise(window, place, partial(backward, tensor, run=run))
-        finally:
-            zeros.remove()
+        return self._passage(window, place, self._order(window, place))
 
     def miss(self, place: Place) -> Closing | None:
         """Run nothing in this place. In the last place, what is held synchronises without a backward."""
         window = self._open_window
-        return self._synchronise(window, place, lambda _: reduce(window.active, window.asked) if place.last else None)
+        order = self._order(window, place)
+        # A static graph synchronises first in a backward: in this rank's next one.
+        owes = not place.last and any(engine.owes_first for engine in order.armed)
+        return self._passage(window, place, HELD if owes else order.without_backward()).end()
 
-    def drop(self, place: Place) -> Closing | None:
-        """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean."""
-        self.note_dropped()
+    def drop(self, place: Place, error: BaseException | None = None) -> Closing | None:
+        """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean.
+
+        With an `error`, after which part of its gradients may be there, all ranks drop the window.
+        """
+        self._open_window.drop(error)
         return self.miss(place)
-
-    def note_dropped(self) -> None:
-        """Count a dropped call, whatever runs in its place."""
-        self._open_window.num_own += 1
-        self._open_window.num_dropped += 1
 
     @property
     def is_plain(self) -> bool:
@@ -233,15 +201,7 @@ class Run:
             window.num_micro_batches += 1
             window.num_own += 1
             window.kind = PLAIN
-        boundary = self._boundary(window) if place.last else None
-        order = self._order_of_held(window) if boundary is None else boundary.order()
-
-        def finish() -> None:
-            if boundary is None:
-                window.index += 1
-            done(None if boundary is None else boundary.closing())
-
-        return Joined(order, reached, finish, None if boundary is None else boundary.complete_failed).over
+        return Joined(self._passage(window, place, self._order(window, place)), reached, done).over
 
     # -- a window ---------------------------------------------------------------------------------------------------
 
@@ -281,7 +241,6 @@ class Run:
         """Forget the open window. Its gradients stay."""
         self._num_dropped = self.num_dropped
         self.window = None
-        self._heard = None
         OPEN.discard(self)
 
     def discard(self) -> None:
@@ -302,13 +261,10 @@ class Run:
         self._exchange, self._agreed = self._alone, False
         team = self.fitting_team()
         window = self.window or self.open(team)
-        self._heard = team.line.send(window.share(closing=self.key).row())
-        with WaitingFor(self.what), team.hold:
-            return self.miss(Place(window.number, window.index, window.size, last=True, part=Part.MISSES))
-
-    def heard(self, sent: Sent) -> None:
-        """Take `sent` for the table of the window that closes next."""
-        self._heard = sent
+        window.heard = team.line.send(window.share(closing=self.key).row())
+        place = Place(window.number, window.index, window.size, last=True, part=Part.MISSES)
+        with self.holding(place):
+            return self.miss(place)
 
     def in_words(self) -> dict[str, Any]:
         """What must be the same on all ranks, for them to compare."""
@@ -324,28 +280,27 @@ class Run:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _synchronise(
-        self, window: Window, place: Place, work: Callable[[Order], None], boundary: Boundary | None = None
+    def _run_backward(
+        self, window: Window, place: Place, loss: torch.Tensor, seed: torch.Tensor | None, run: RunBackward | None
     ) -> Closing | None:
-        """Do the work of a place: held, or in the last place together with the other ranks."""
-        if place.last:
-            return (boundary or self._boundary(window)).conclude(work)
+        passage = self._passage(window, place, self._order(window, place))
         try:
-            work(self._order_of_held(window))
-        except self.terms.skip as error:
-            window.fail(error)
-        window.index += 1
-        return None
+            backward(loss, passage.order, seed, run)
+        except BaseException as error:  # noqa: BLE001 - raised again, after what the other ranks wait for
+            return passage.end(error)
+        return passage.end()
 
-    def _boundary(self, window: Window) -> Boundary:
-        """The boundary of the open window, at its last place."""
-        compare_sizes(window)
-        heard, self._heard = self._heard, None
-        return Boundary(window, self.terms, self._exchange, self.transport, heard)
+    def _passage(self, window: Window, place: Place, order: Order) -> Passage:
+        if place.last:
+            return Boundary(window, order, self.terms, self._exchange, self.transport)
+        return Held(window, order, self.terms.skip)
 
-    def _order_of_held(self, window: Window) -> Order:
+    def _order(self, window: Window, place: Place) -> Order:
+        """How the engines synchronise in this place."""
         if window.sizes is not None:
             compare_sizes(window)
+        if place.last:
+            return Order.of_boundary(window.active, window.size, window.asked)
         # Where ranks may run out at different times, one synchronisation a window is what they can count on.
         exchange, team = self._exchange, window.team
         if self.terms.sync == "each" and (not exchange.has_an_end or team.num_ranks == 1 or team.lockstep):

@@ -112,31 +112,34 @@ class Team:
         """Whether models and optimizers are as they were. Asked when a window opens."""
         if self.holds_inside:
             ungather(models)
-        then = self._snapshot
-        if not then.is_still(models, optimizers, self.ids):
-            now = Snapshot.of(models, owned(optimizers), self.ids, then, emptied=self._emptied)
-            if not then.is_like(now):
-                return False
-        return self._is_wired
+        return self._change(models, optimizers, {}) is None
 
     def check(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         """Raise unless models and optimizers are as they were when the open window was opened."""
         gathered = {tensor: parameter for one in self._gathering for tensor, parameter in one.gathered.items()}
-        if not self._snapshot.is_still(models, optimizers, self.ids, gathered):
-            now = Snapshot.of(models, owned(optimizers), self.ids, self._snapshot, gathered, emptied=self._emptied)
-            if not self._snapshot.is_like(now):
-                raise GradSyncError(_CHANGED.format(name=name, what=self._snapshot.changes(now)))
-        if not self._is_wired:
-            what = "parameters were cast, though perhaps back again, or got another storage or memory format"
-            raise GradSyncError(_CHANGED.format(name=name, what=what))
+        change = self._change(models, optimizers, gathered)
+        if change is not None:
+            raise GradSyncError(_CHANGED.format(name=name, what=change))
+
+    def _change(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        gathered: Mapping[torch.Tensor, nn.Parameter],
+    ) -> str | None:
+        """What is no longer as it was, in words; None if it is nothing that an engine minds."""
+        then = self._snapshot
+        if not then.is_still(models, optimizers, self.ids, gathered):
+            now = Snapshot.of(models, owned(optimizers), self.ids, then, gathered, emptied=self._emptied)
+            if not then.is_like(now):
+                return then.changes(now)
+        if not all(engine.is_wired() for engine in self.engines):
+            return "parameters were cast, though perhaps back again, or got another storage or memory format"
+        return None
 
     @property
     def _emptied(self) -> set[nn.Module]:
         return {module for engine in self._gathering for module in engine.emptied}
-
-    @property
-    def _is_wired(self) -> bool:
-        return all(engine.is_wired() for engine in self.engines)
 
     def check_trainable(self, name: str) -> None:
         """Raise if `requires_grad` of a parameter has changed since the window was opened; cheap, for each call."""

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from gradsync.functional._ranges import NO_RANGE
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from gradsync.functional._team import Team
     from gradsync.functional._window import Window
 
@@ -22,6 +18,8 @@ class Transport:
     def check(self, team: Team) -> None:
         """Raise for a team whose gradients cannot travel this way. Asked when a window opens."""
 
-    def carrying(self, window: Window) -> AbstractContextManager[Any]:  # noqa: ARG002 - for those that need it
-        """A context for the synchronisation of a window."""
-        return NO_RANGE
+    def carry(self, window: Window) -> None:
+        """The gradients of a window are about to synchronise."""
+
+    def carried(self, window: Window) -> None:
+        """They have, or have failed to."""

@@ -59,16 +59,13 @@ class Loop:
         self._talk = Talk(name, runs)
         self._lockstep = Lockstep(self.data, self._talk)
         self._exchanges: dict[Run, _InLoop] = {}
-        self._num_changes: dict[Run, int] = {}  # of each run at its first call in this loop
-        self._is_as_long = True  # whether all ranks are known to have as many items
-        self._told_end: set[Run] = set()  # runs of which this rank has told the others that their last window closes
+        self.is_as_long = True  # whether all ranks are known to have as many items
 
-    def exchange(self, run: Run) -> Exchange:
+    def exchange(self, run: Run) -> _InLoop:
         """The exchange of one run in this loop."""
         found = self._exchanges.get(run)
         if found is None:
-            found = self._exchanges[run] = _InLoop(self, run)
-            self._changes(run)
+            found = self._exchanges[run] = _InLoop(run, self, self._talk, self._lockstep)
         return found
 
     @property
@@ -98,67 +95,6 @@ class Loop:
     def calls_once(self, run: Run) -> None:
         """Declare that the run is called once for each item."""
         self.data.expect_one_call(run)
-
-    def enter(self, run: Run) -> bool:
-        """Called when a call begins. Opens a window if none is open."""
-        talk = self._talk
-        if run in self._told_end and talk.team.num_ranks > 1:
-            raise GradSyncError(
-                f"Each item of {self.name} has had one call, and so the call for the last item has closed the last "
-                "window, on all ranks; but one more call came for it. Make as many calls for each item, or call after "
-                "the loop."
-            )
-        self.data.call(run)
-        if run not in talk.called:
-            if talk.chief is None:
-                run.fitting_team()
-                self._meet(run)
-            elif run.team is None and talk.team.num_ranks > 1:
-                talk.announce(run)
-            talk.called.append(run)
-            talk.check_keys()
-        window = run.window
-        if window is None:
-            window = run.open(run.fitting_team())
-            self._lockstep.plan(run, window)
-        if talk.is_in_lockstep:
-            ends = self._lockstep.ends(run, window)
-        else:
-            # Ranks with more items may come to another run's window first. In `rest` they say which one is next.
-            ends = self.data.is_in_last_call(run) and (self._is_as_long or len(talk.known) <= 1)
-        return ends and ends_with_data(run.terms.tail)
-
-    # -- a window that closes ---------------------------------------------------------------------------------------
-
-    @property
-    def due(self) -> Sequence[bool]:
-        """By rank: whether it was to have a micro-batch in the window that closes next, by the table before."""
-        return [share.left > 0 for share in self._talk.shares]
-
-    def share(self, run: Run, window: Window) -> Share:
-        """This rank's share of a window that it closes."""
-        once, left = float(self.data.calls_once(run)), self.data.left(run)
-        if left == 0:
-            self._told_end.add(run)
-        opened = self._talk.first_open if self.data.has_ended else NOBODY
-        changes = self._changes(run)
-        return window.share(closing=float(run.key), opened=opened, left=left, once=once, changes=changes)
-
-    def _changes(self, run: Run) -> float:
-        """How often the run's calls came with other participants, since the first in this loop."""
-        return float(run.num_changes - self._num_changes.setdefault(run, run.num_changes))
-
-    def hear(self, run: Run, window: Window, sent: Sent) -> list[Share]:
-        """The shares of all ranks of a window that closes."""
-        talk = self._talk
-        shares = [Share.of(row) for row in sent.rows()]
-        talk.check_same(shares)
-        if any(share.left == _ASKS for share in shares):
-            # A rank whose data has ended may have several windows open, and did not know which of them closes.
-            mine = self.share(run, window)
-            shares = [Share.of(row) for row in talk.send(mine).rows()]
-        talk.shares = shares
-        return shares
 
     # -- after this rank's data -------------------------------------------------------------------------------------
 
@@ -209,7 +145,7 @@ class Loop:
             alone.fitting_team()  # collective where participants have changed: the others make it as a window opens
         mine = Share(open=talk.first_open, left=0.0 if alone else _ASKS)
         if alone is not None:
-            mine = mine._replace(changes=self._changes(alone))
+            mine = mine._replace(changes=self.exchange(alone).changes)
             if alone.window is not None:
                 mine = alone.window.share(opened=talk.first_open, changes=mine.changes)
         sent = talk.send(mine)
@@ -217,7 +153,8 @@ class Loop:
         if closing is None:
             return None
         place = self._stand_in(closing, Part.MISSES)._replace(last=True)
-        closing.heard(sent)
+        assert closing.window is not None, "opened by now"
+        closing.window.heard = sent
         return StandIn(closing, place)
 
     def _stand_in(self, run: Run, part: Part) -> Place:
@@ -235,6 +172,16 @@ class Loop:
         return other.data.num_items != self._around.get(other)
 
     # -- meetings ---------------------------------------------------------------------------------------------------
+
+    def meet(self, run: Run) -> None:
+        """The first call of a run in this loop begins."""
+        talk = self._talk
+        if talk.chief is None:
+            self._meet(run)
+        elif run.team is None and talk.team.num_ranks > 1:
+            talk.announce(run)
+        talk.called.append(run)
+        talk.check_keys()
 
     def _meet(self, run: Run) -> None:
         """At the first call, or at the end of the data without a call: compare settings, and hear who has items."""
@@ -260,7 +207,7 @@ class Loop:
         insist_on_windows([one["windows"] for one in said])
         insist_on_even_around(self.name, [one["around"] for one in said])
         self.is_uneven = len({one["items"] for one in said} - {None}) > 1
-        self._is_as_long = data.length is not None and all(one["items"] == data.length for one in said)
+        self.is_as_long = data.length is not None and all(one["items"] == data.length for one in said)
         talk.shares = [
             Share(
                 left=math.inf if one["left"] is None else one["left"],
@@ -294,16 +241,42 @@ class _InLoop(Exchange):
 
     has_an_end = True
 
-    def __init__(self, loop: Loop, run: Run) -> None:
+    def __init__(self, run: Run, loop: Loop, talk: Talk, lockstep: Lockstep) -> None:
         super().__init__(run.terms)
-        self._loop = loop
         self._run = run
+        self._loop = loop
+        self._talk = talk
+        self._lockstep = lockstep
+        self._num_changes = run.num_changes  # at its first call in this loop
+        self._has_told_end = False  # whether the others know that this rank has closed its last window
+
+    @property
+    def changes(self) -> float:
+        """How often the run's calls came with other participants, since the first in this loop."""
+        return float(self._run.num_changes - self._num_changes)
 
     def enter(self, run: Run) -> bool:
-        return self._loop.enter(run)
+        loop, talk, data = self._loop, self._talk, self._loop.data
+        if self._has_told_end and talk.team.num_ranks > 1:
+            raise GradSyncError(
+                f"Each item of {loop.name} has had one call, and so the call for the last item has closed the last "
+                "window, on all ranks; but one more call came for it. Make as many calls for each item, or call after "
+                "the loop."
+            )
+        data.call(run)
+        if run not in talk.called:
+            loop.meet(run)
+        super().enter(run)
+        if talk.is_in_lockstep:
+            assert run.window is not None, "opened by now"
+            ends = self._lockstep.ends(run, run.window)
+        else:
+            # Ranks with more items may come to another run's window first. In `rest` they say which one is next.
+            ends = data.is_in_last_call(run) and (loop.is_as_long or len(talk.known) <= 1)
+        return ends and ends_with_data(run.terms.tail)
 
     def plan(self, window: Window) -> None:
-        self._loop._lockstep.plan(self._run, window)
+        self._lockstep.plan(self._run, window)
 
     def agree(self, window: Window) -> None:
         """The ranks have compared their settings when they met."""
@@ -311,11 +284,27 @@ class _InLoop(Exchange):
     def send(self, window: Window) -> Sent | None:
         if window.team.num_ranks == 1:
             return None
-        return window.team.line.send(self._loop.share(self._run, window).row())
+        return window.team.line.send(self._share(window).row())
 
     def shares(self, window: Window, sent: Sent | None) -> list[Share]:
-        return alike(window) if sent is None else self._loop.hear(self._run, window, sent)
+        if sent is None:
+            return alike(window)
+        talk = self._talk
+        shares = [Share.of(row) for row in sent.rows()]
+        talk.check_same(shares)
+        if any(share.left == _ASKS for share in shares):
+            # A rank whose data has ended may have several windows open, and did not know which of them closes.
+            shares = [Share.of(row) for row in talk.send(self._share(window)).rows()]
+        talk.shares = shares
+        return shares
 
     @property
     def due(self) -> Sequence[bool]:  # type: ignore[override] # read only
-        return self._loop.due
+        return [share.left > 0 for share in self._talk.shares]
+
+    def _share(self, window: Window) -> Share:
+        run, data = self._run, self._loop.data
+        once, left = float(data.calls_once(run)), data.left(run)
+        self._has_told_end = left == 0
+        opened = self._talk.first_open if data.has_ended else NOBODY
+        return window.share(closing=float(run.key), opened=opened, left=left, once=once, changes=self.changes)

@@ -34,6 +34,7 @@ class Window:
         "active",
         "count",
         "failed",
+        "heard",
         "index",
         "keeps_losses",
         "kind",
@@ -53,6 +54,7 @@ class Window:
         self.number = number
         self.size = size
         self.sizes: Sent | None = None  # the sizes of all ranks' windows, if the ranks were asked
+        self.heard: Sent | None = None  # the table of all ranks, if it was sent before the boundary
         self.active = [engine for engine in team.engines if engine.trainable()]
         self.index = 0
         self.num_own = 0  # calls of this rank, without replays
@@ -81,6 +83,14 @@ class Window:
         self.num_own += 1
         if self.keeps_losses:
             self.losses.append(tensor.detach().clone())  # a copy: the caller may write to the loss that it gets back
+
+    def drop(self, error: BaseException | None = None) -> None:
+        """Count a call without a micro-batch; after an `error` that may have left gradients, drop the window."""
+        self.num_own += 1
+        if error is None:
+            self.num_dropped += 1
+        else:
+            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """A backward failed with an exception in `skip`: all ranks drop this window, as the table tells them."""

@@ -220,8 +220,7 @@ class _Call:
 
     def _check(self, piece: _Piece, found: torch.Tensor | LossSum) -> float:
         """The weight of a part; raises if backward cannot run from its loss."""
-        loss, is_sum = tensor_of(found), isinstance(found, LossSum)
-        check_loss(loss)
+        loss, is_sum = check_loss(found), isinstance(found, LossSum)
         if self.fit.unchecked and self.backward.parameters:
             check_graph(loss, self.backward.parameters)
             self.fit.unchecked = False

@@ -50,7 +50,7 @@ def test_a_failing_boundary_completes_its_collectives(ranks, where, fails):
     ranks(2).run(failing_backward, where, fails)
 
 
-def skipping(bad: list, looped: bool) -> None:
+def skipping(bad: list, looped: bool, sync: str) -> None:
     """One rank drops micro-batches, the boundary's among them; the mean is over what remained."""
     rank = dist.get_rank()
     for wrap in (lambda m: m, DDP):
@@ -58,7 +58,7 @@ def skipping(bad: list, looped: bool) -> None:
         home = wrap(model)
         optimizer = Recorder(model.parameters())
 
-        @accumulating(steps=3, skip=ValueError)
+        @accumulating(steps=3, skip=ValueError, sync=sync)
         def step(model, optimizer, i):
             if [rank, i] in bad:
                 raise ValueError
@@ -84,11 +84,15 @@ SKIPPED = [
 ]
 
 
+@pytest.mark.parametrize("sync", ["window", "each"])
 @pytest.mark.parametrize("bad", SKIPPED)
-def test_skipped_micro_batches(ranks, bad):
-    """In `.over`, and in a plain loop with a flush; all of a window on one rank too, its first or a later one."""
+def test_skipped_micro_batches(ranks, bad, sync):
+    """In `.over`, and in a plain loop with a flush; all of a window on one rank too, its first or a later one.
+
+    With `sync="each"` a rank without a micro-batch takes part in the synchronisation of the others'.
+    """
     for looped in (True, False):
-        ranks(2).run(skipping, bad, looped)
+        ranks(2).run(skipping, bad, looped, sync)
 
 
 def spoiled(bad: list) -> None:

@@ -26,7 +26,7 @@ def gradients(seed: torch.Tensor | None, run) -> list[torch.Tensor | None]:
 
 
 def ours(loss: torch.Tensor, seed: torch.Tensor | None) -> None:
-    backward(loss, HELD, seed=seed)
+    backward(loss, HELD, seed)
 
 
 @pytest.mark.parametrize("seed", [None, torch.tensor(0.25, dtype=torch.float64)], ids=["1", "0.25"])

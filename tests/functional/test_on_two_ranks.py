@@ -26,7 +26,7 @@ OF_ONE_RANK = {
     },
 }  # fmt: skip
 TRIED = {
-    "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Part", "StandIn", "Team", "Window", "Begun", "InParts",
+    "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Part", "StandIn", "Team", "Window", "Boundary", "Held", "InParts",
     "factor_of_update", "Transport", "update", "Update", "step_optimizers", "normalise", "norm", "clip", "all_finite", "sync_gradients",
     "no_sync", "sync_every", "MicroStep", "fit", "Fitting", "rows_that_fit",
 }  # fmt: skip
@@ -132,12 +132,12 @@ def parts_of_a_micro_batch(wrap) -> None:
                 continue
             loss = mean_loss(model, micro_batch(rank, index))
             begun = run.begin(place, loss)
-            assert isinstance(begun, F.Begun)
+            assert isinstance(begun, F.Boundary | F.Held)
             for engine in begun.order.armed:
                 engine.arm(loss)
             tensor, seed = run.window.weigh(loss, None)
             tensor.backward(seed)
-            closing = run.end(begun)
+            closing = begun.end()
     F.update([optimizer], factor=closing.factor)
     run.close()
     assert_equal_state(inner.state_dict(), expected([(r, i) for r in range(2) for i in range(2)]), 1e-12)
