@@ -96,9 +96,14 @@ def _check_single(returned: Sequence[object]) -> None:
             )
 
 
+def tensor_of(loss: torch.Tensor | LossSum) -> torch.Tensor:
+    """The tensor in a loss."""
+    return loss.loss if isinstance(loss, LossSum) else loss
+
+
 def check_loss(loss: torch.Tensor | LossSum) -> torch.Tensor:
     """The tensor from which the backward of a loss runs; raises if it cannot."""
-    loss = loss.loss if isinstance(loss, LossSum) else loss
+    loss = tensor_of(loss)
     if not isinstance(loss, torch.Tensor):
         raise GradSyncError(
             f"The loss must be a tensor, but it is of type {type(loss).__name__}. Give the loss itself: not its "
@@ -129,7 +134,7 @@ def no_gradient(came: str) -> GradSyncError:
 
 def detach(returned: T, loss: torch.Tensor | LossSum) -> T:
     """`returned`, the same object, its loss without a graph (where it is a view in something frozen, an equal one)."""
-    tensor = loss.loss if isinstance(loss, LossSum) else loss
+    tensor = tensor_of(loss)
     if not tensor._is_view() and not tensor.is_leaf:
         tensor.detach_()
         return returned

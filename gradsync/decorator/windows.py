@@ -10,14 +10,13 @@ from torch import nn
 from gradsync._errors import GradSyncError
 from gradsync._step_hook import watch_steps
 from gradsync.decorator.body import Body, Replay
-from gradsync.decorator.body_in_parts import BodyInParts
 from gradsync.decorator.body_watch import BodyWatch
 from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.participants import reference
 from gradsync.decorator.record import Record
 from gradsync.decorator.updater import Updater
-from gradsync.functional import Part, Run, Who, check_steppable, detach, is_scaling, owned
+from gradsync.functional import InParts, Part, Run, Who, check_steppable, detach, is_scaling, owned
 from gradsync.overlap import check_compress
 from gradsync.ranks.lost import WaitingFor
 
@@ -50,7 +49,7 @@ class Windows:
         self.ahead = Overlapped(self._updater, check_compress(settings.compress)) if settings.overlap else None
         if self.ahead is not None or settings.compress is not None:
             self.run.transport = self.ahead or Compressed()
-        self._fitted = None if settings.fit is False else BodyInParts(settings.fit, self._updater)
+        self._in_parts = None if settings.fit is False else InParts(settings.fit, name)
         self._participants: list[Callable[[], object]] = []
         self._counted: list[Callable[[], object]] = []  # those of them that are not the same if they are others
         self.ends: list[weakref.ref[Any]] = []  # their callbacks tell that an optimizer is gone
@@ -175,8 +174,11 @@ class Windows:
         if place.index == 0:
             self.watch.begin(team)
         with run.holding(place):
-            if self._fitted is not None:
-                return self._fitted.micro_batch(place, function, args, kwargs)
+            if self._in_parts is not None:
+                scaler, changes = self._updater.scaler, self.watch.check
+                ran = self._in_parts.run(run, place, function, args, kwargs, scaler=scaler, changes=changes)
+                self.record.parts, self.record.rows = self._in_parts.parts, self._in_parts.rows
+                return ran
             replay = Replay(function, args, kwargs) if team.forward_communicates else None
             returned, loss = self._body(function, args, kwargs, team)
             with WaitingFor(run.what):

@@ -62,7 +62,7 @@ from gradsync.functional._closing import Closing
 from gradsync.functional._fit import Fitting, fit
 from gradsync.functional._gradient_watch import GradientWatch
 from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
-from gradsync.functional._in_parts import InParts, PartedBackward
+from gradsync.functional._in_parts import InParts
 from gradsync.functional._items import length, with_last
 from gradsync.functional._lockstep import StandIn
 from gradsync.functional._micro_step import MicroStep
@@ -105,7 +105,6 @@ __all__ = [
     "MicroStep",
     "NonFinite",
     "Part",
-    "PartedBackward",
     "Place",
     "Run",
     "Share",

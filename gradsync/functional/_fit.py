@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
 from gradsync.functional._in_parts import InParts
@@ -40,24 +41,14 @@ def fit(function: Callable[P, R], cut: bool | Cut = True) -> Fitting[P, R]:  # n
     return Fitting(function, cut)
 
 
-class Fitting(Generic[P, R]):
+class Fitting(InParts, Generic[P, R]):
     """Runs a function and the backward of its loss in as many parts as memory needs; made by `fit`."""
 
     def __init__(self, function: Callable[P, R], cut: bool | Cut = True) -> None:  # noqa: FBT001, FBT002
+        super().__init__(cut, getattr(function, "__qualname__", repr(function)))
         self._function = function
-        self._fitted = InParts(cut, getattr(function, "__qualname__", repr(function)))
 
     def __call__(self, step: MicroStep, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function on these arguments, and then the backward of `step`."""
-        returned: R = step._turn.in_parts(step, self._fitted, self._function, args, kwargs)
+        returned: R = step._turn.in_parts(step, partial(self.run, function=self._function, args=args, kwargs=kwargs))
         return returned
-
-    @property
-    def parts(self) -> int:
-        """The number of parts in which the last call ran."""
-        return self._fitted.parts
-
-    @property
-    def rows(self) -> int | None:
-        """The number of rows in the largest part; None if not known."""
-        return self._fitted.rows

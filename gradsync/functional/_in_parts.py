@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync._errors import GradSyncError
-from gradsync._loss import LossSum
+from gradsync._errors import GradSyncError, is_misuse
 from gradsync.engines import find
-from gradsync.parts import Fit, Outcome, Work, is_out_of_memory, run_in_parts
+from gradsync.functional._place import Part
+from gradsync.parts import Backward, Fit, is_out_of_memory, run_in_parts
+from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch.amp import GradScaler
 
+    from gradsync._loss import LossSum
     from gradsync.functional._boundary import Passage
     from gradsync.functional._closing import Closing
     from gradsync.functional._place import Place
@@ -28,17 +31,15 @@ if TYPE_CHECKING:
 class InParts:
     """Runs the micro-batches of one function in as many parts as memory needs, and remembers the size that fits.
 
-    `cut` is the `fit` of `accumulating`; `name` stands in errors. Make one for each function, and a `PartedBackward`
-    for each micro-batch. `parts` and `rows` tell how the last micro-batch ran.
+    `cut` is the `fit` of `accumulating`; `name` stands in errors. Make one for each function. `parts` and `rows` tell
+    how the last micro-batch ran.
 
     >>> from gradsync import functional as F
     >>> run, model = F.Run("example", F.Terms(steps=1)), torch.nn.Linear(1, 1)
     >>> in_parts = F.InParts(True, run.name)
     >>> place = run.start(F.Who([model]))
     >>> with run.holding(place):
-    ...     backward = F.PartedBackward(run, place)
-    ...     loss = in_parts.run(backward, lambda rows: model(rows).mean(), (torch.ones(4, 1),), {})
-    ...     closing = backward.end()
+    ...     loss, closing = in_parts.run(run, place, lambda rows: model(rows).mean(), (torch.ones(4, 1),), {})
     >>> in_parts.parts, in_parts.rows, closing.factor, run.close()
     (1, 4, 1.0, None)
     """
@@ -47,68 +48,66 @@ class InParts:
         self.parts = 1
         self.rows: int | None = None
         self._fit = Fit(cut, name=name)
-        self._team: Team | None = None  # the team that was checked last
+        self._team: Callable[[], Team | None] = lambda: None  # the team that was checked last, held weakly
 
     def run(
-        self, backward: PartedBackward, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run `function` and its backward; return what `function` returned. Call `backward.end()` after it."""
-        run, team = backward.run, backward.run.fitting_team()
-        if backward.place.index == 0 or team is not self._team:
-            models = run.who.models
-            self._fit.open(models, () if team is self._team else [*team.engines, *find(models)])
-            self._team = team
-        work = Work(
-            function, backward.weigh, backward.backward, team.parameters, held=backward.held, begin=backward.begin
-        )
-        return self._returned(run_in_parts(work, args, kwargs, self._fit))
-
-    def run_forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run `function` without a backward, in parts of the same size: for a replay on engines that need none."""
-        work = Work(function, lambda loss, _: (_tensor(loss), None), lambda *_: None, ())
-        return self._returned(run_in_parts(work, args, kwargs, self._fit))
-
-    def _returned(self, outcome: Outcome) -> Any:
-        self.parts, self.rows = outcome.parts, outcome.rows
-        return outcome.returned
-
-
-class PartedBackward:
-    """The backward of one micro-batch that may run in parts. The engines synchronise in the last part only."""
-
-    def __init__(
         self,
         run: Run,
         place: Place,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
         *,
         scaler: GradScaler | None = None,
         changes: Callable[[], object] = lambda: None,
-    ) -> None:
-        """`changes` is called once, right before the first gradient of this micro-batch is accumulated."""
-        self.run, self.place = run, place
+    ) -> tuple[Any, Closing | None]:
+        """Run `function` and its backward. Returns what it returned (None if dropped), and what `Run.backward` returns.
+
+        `changes` is called once, right before the first gradient of this micro-batch is accumulated. An exception of a
+        type in `skip` drops the micro-batch; or the window, on all ranks, if a gradient has been accumulated.
+        """
+        if place.part is Part.MISSES:  # a replay on engines that need none: only what it returns is wanted
+            returned, self.parts, self.rows = run_in_parts(function, args, kwargs, Backward(), self._fit)
+            return returned, run.miss(place)
+        team, checked = run.fitting_team(), self._team()
+        if place.index == 0 or team is not checked:
+            models = run.who.models
+            self._fit.open(models, () if team is checked else [*team.engines, *find(models)])
+            self._team = weakref.ref(team)
+        backward = _BackwardOfWindow(run, place, scaler, changes)
+        try:
+            returned, self.parts, self.rows = run_in_parts(function, args, kwargs, backward, self._fit)
+        except BaseException as error:  # noqa: BLE001 - goes on, if it is not to be skipped
+            return None, backward.fail(error)
+        assert backward.begun is not None, "that of the last part"
+        num_dropped = run.num_dropped
+        closing = backward.begun.end()
+        return returned if run.num_dropped == num_dropped else None, closing
+
+
+class _BackwardOfWindow(Backward):
+    """The backward of one micro-batch. The engines synchronise in the last part only."""
+
+    def __init__(self, run: Run, place: Place, scaler: GradScaler | None, changes: Callable[[], object]) -> None:
+        self.parameters = run.fitting_team().parameters
         self.begun: Passage | None = None  # set when the backward of the last part begins
-        self.has_changed = False  # whether a gradient of this micro-batch may have been accumulated
-        self._scaler, self._changes = scaler, changes
+        self._has_changed = False  # whether a gradient of this micro-batch may have been accumulated
+        self._run, self._place, self._scaler, self._changes = run, place, scaler, changes
 
-    def begin(self) -> None:
-        """To be called before gradients change."""
-        if not self.has_changed:
-            self._changes()
-            self.has_changed = True
-
-    def weigh(self, loss: torch.Tensor | LossSum, weight: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The tensor from which the backward of a part runs, and the gradient to begin with (None: 1)."""
-        window = self.run.window
+    def begin(self, loss: torch.Tensor | LossSum, weight: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        window = self._run.window
         assert window is not None, "a place has been started"
         tensor, seed = window.weigh(loss, self._scaler)
         if weight != 1.0:
             seed = torch.full_like(tensor, weight) if seed is None else seed * weight
+        if not self._has_changed:
+            self._changes()
+            self._has_changed = True
         return tensor, seed
 
-    def backward(self, tensor: torch.Tensor, seed: torch.Tensor | None, whole: torch.Tensor | LossSum) -> None:
-        """The backward in which the engines synchronise, where it is their time."""
+    def run(self, tensor: torch.Tensor, seed: torch.Tensor | None, whole: torch.Tensor | LossSum) -> None:
         try:
-            self.begun = self.run.begin(self.place, whole)
+            self.begun = self._run.begin(self._place, whole)
         except Exception as error:
             if is_out_of_memory(error):  # the ranks must not begin twice
                 raise GradSyncError(
@@ -121,19 +120,16 @@ class PartedBackward:
         tensor.backward(seed)
 
     def held(self) -> ExitStack:
-        """A context for the parts that run after that backward has failed: it keeps the armed engines held."""
         stack = ExitStack()
         for engine in () if self.begun is None else self.begun.order.armed:
             stack.enter_context(engine.holding_armed())
         return stack
 
-    def end(self, error: BaseException | None = None) -> Closing | None:
-        """To be called when all parts have run, or the backward of the last has failed with `error`."""
-        if self.begun is None:
-            assert error is not None, "the backward of the last part has begun"
+    def fail(self, error: BaseException) -> Closing | None:
+        """A part failed for another reason than memory, or could not be cut."""
+        run, place = self._run, self._place
+        if self.begun is not None:  # the other ranks may wait in the collectives that it began
+            return self.begun.end(error)
+        if not isinstance(error, run.terms.skip) or is_misuse(error) or is_lost(error):
             raise error
-        return self.begun.end(error)
-
-
-def _tensor(loss: torch.Tensor | LossSum) -> torch.Tensor:
-    return loss.loss if isinstance(loss, LossSum) else loss
+        return run.drop(place, error if self._has_changed else None)

@@ -10,7 +10,6 @@ from gradsync._errors import GradSyncError
 from gradsync._frames import drawn_by
 from gradsync._loss import LossSum
 from gradsync.functional._gradients import normalise
-from gradsync.functional._in_parts import PartedBackward
 from gradsync.functional._place import Part, Place
 from gradsync.functional._ranges import NO_RANGE
 from gradsync.functional._turn_watch import TurnWatch, mixed
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
     from gradsync.functional._backward import RunBackward
     from gradsync.functional._closing import Closing
-    from gradsync.functional._in_parts import InParts
     from gradsync.functional._run import Run
 
 
@@ -164,27 +162,11 @@ class Turn:
         place = self._begin(step)
         self._close(place, self._run.backward(place, loss, run=runs))
 
-    def in_parts(
-        self,
-        step: MicroStep,
-        fitted: InParts,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """What `Fitting.__call__` does."""
+    def in_parts(self, step: MicroStep, run: Callable[[Run, Place], tuple[Any, Closing | None]]) -> Any:
+        """What `Fitting.__call__` does: `run` runs forward and backward in a place; returns what the forward did."""
         place = self._begin(step)
-        if place.part is Part.MISSES:
-            returned = fitted.run_forward(function, args, kwargs)
-            self._close(place, self._run.miss(place))
-            return returned
-        one = PartedBackward(self._run, place)
-        try:
-            returned = fitted.run(one, function, args, kwargs)
-        except BaseException as error:
-            one.end(error)  # completes the collectives that it began, and raises
-            raise
-        self._close(place, one.end())
+        returned, closing = run(self._run, place)
+        self._close(place, closing)
         return returned
 
     def _begin(self, step: MicroStep) -> Place:

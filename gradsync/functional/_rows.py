@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
-from gradsync._loss import LossSum, find_loss
+from gradsync._loss import find_loss, tensor_of
 from gradsync.engines import find
 from gradsync.functional._backward import Hold
 from gradsync.functional._no_sync import check_modules
-from gradsync.parts.memory import Before, Buffers, free, is_out_of_memory, let_go
+from gradsync.parts.before import Before, ForwardState
+from gradsync.parts.memory import free, is_out_of_memory, let_go
 from gradsync.parts.peak import is_room, meter_of
-from gradsync.ranks.group import require_group
+from gradsync.ranks.group import require_group, several_ranks
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import agreed, meet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -53,10 +54,11 @@ def rows_that_fit(
     trial = _Trial(models, function, meter)
     said = trial.say("the start of rows_that_fit", {"most": most})
     agreed([(one["rank"], one["most"]) for one in said], "most")
-    found, before = 0, None
-    for rows, following in _sizes(most):
+    found, rows, before = 0, 1, None
+    while True:
         took, error = trial.run(rows)
-        goes_on = took is None or following is None or is_room(before, took, following / rows)
+        following = min(2 * rows, most)
+        goes_on = took is None or is_room(before, took, following / rows)
         with WaitingFor(lambda: f"hearing whether {rows} rows fit on the other ranks"):  # noqa: B023 - at once
             said = trial.say(f"trying {rows} rows", {"fits": error is None, "goes on": goes_on})
         lacking = ", ".join(str(one["rank"]) for one in said if not one["fits"])
@@ -66,21 +68,10 @@ def rows_that_fit(
                 "recompute activations (torch.utils.checkpoint), or shorten the rows."
             ) from error
         if lacking:
-            break
-        found, before = rows, took
-        if not all(one["goes on"] for one in said):
-            break
-    return found
-
-
-def _sizes(most: int) -> Iterator[tuple[int, int | None]]:
-    """The sizes to try, each with the next size."""
-    rows = 1
-    while rows < most:
-        following = min(2 * rows, most)
-        yield rows, following
-        rows = following
-    yield rows, None
+            return found
+        if rows == most or not all(one["goes on"] for one in said):
+            return rows
+        found, rows, before = rows, following, took
 
 
 def _groups(engines: Sequence[Engine]) -> list[dist.ProcessGroup]:
@@ -88,8 +79,7 @@ def _groups(engines: Sequence[Engine]) -> list[dist.ProcessGroup]:
     if engines:
         # Those that run one forward together (tensor parallel) are of different groups of an engine.
         return [engines[0].group, *engines[0].twins]
-    several = dist.is_available() and dist.is_initialized() and dist.group.WORLD is not None
-    return [dist.group.WORLD] if several else []  # type: ignore[list-item]
+    return [dist.group.WORLD] if several_ranks() else []  # type: ignore[list-item]
 
 
 class _Trial:
@@ -97,11 +87,11 @@ class _Trial:
 
     def __init__(self, models: Sequence[nn.Module], function: Callable[[int], Any], meter: Meter | None) -> None:
         engines = find(models)
-        self._models, self._function, self._engines = models, function, engines
+        self._function, self._engines = function, engines
         self._parameters = [parameter for model in models for parameter in model.parameters()]
         self._meter = meter or meter_of(self._parameters[0].device)
         self._hold = Hold(engines)
-        self._buffers = Buffers(models)
+        self._state = ForwardState(models)
         self._groups = _groups(engines)
         if any(parameter.grad is not None for parameter in self._parameters):
             raise GradSyncError(
@@ -118,8 +108,7 @@ class _Trial:
 
     def run(self, rows: int) -> tuple[Took | None, Exception | None]:
         """What an attempt took; or its error, if it ran out of memory."""
-        devices = {parameter.device for parameter in self._parameters if parameter.device.type != "cpu"}
-        before = Before(self._buffers, sorted(devices, key=str))
+        before = Before(self._state, (), {})
         try:
             return self._meter(lambda: self._attempt(rows)), None
         except Exception as error:
@@ -139,5 +128,4 @@ class _Trial:
 
     def _attempt(self, rows: int) -> None:
         with self._hold:
-            loss = find_loss(self._function(rows))
-            (loss.loss if isinstance(loss, LossSum) else loss).backward()
+            tensor_of(find_loss(self._function(rows))).backward()

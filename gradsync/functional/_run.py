@@ -171,7 +171,7 @@ class Run:
         owes = not place.last and any(engine.owes_first for engine in order.armed)
         return self._passage(window, place, HELD if owes else order.without_backward()).end()
 
-    def drop(self, place: Place, error: Exception | None = None) -> Closing | None:
+    def drop(self, place: Place, error: BaseException | None = None) -> Closing | None:
         """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean.
 
         With an `error`, after which part of its gradients may be there, all ranks drop the window.

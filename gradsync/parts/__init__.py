@@ -1,20 +1,9 @@
 """A micro-batch that does not fit in memory runs in parts: what the decorator's `fit` is made of."""
 
-from gradsync.parts.call import Outcome, Work, run_in_parts
+from gradsync.parts.call import Backward, Outcome, run_in_parts
 from gradsync.parts.cut import Cut, count_rows, cut_rows
 from gradsync.parts.fit import Fit
 from gradsync.parts.memory import is_out_of_memory
-from gradsync.parts.sizes import Size, Sizes
+from gradsync.parts.sizes import Sizes
 
-__all__ = [
-    "Cut",
-    "Fit",
-    "Outcome",
-    "Size",
-    "Sizes",
-    "Work",
-    "count_rows",
-    "cut_rows",
-    "is_out_of_memory",
-    "run_in_parts",
-]
+__all__ = ["Backward", "Cut", "Fit", "Outcome", "Sizes", "count_rows", "cut_rows", "is_out_of_memory", "run_in_parts"]

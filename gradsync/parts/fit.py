@@ -6,11 +6,9 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from gradsync._errors import GradSyncError
+from gradsync.parts.before import ForwardState
 from gradsync.parts.cut import count_rows, cut_rows
-from gradsync.parts.memory import Before, Buffers
 from gradsync.parts.refuse import check_engines, check_models
 from gradsync.parts.sizes import Sizes
 
@@ -41,23 +39,14 @@ class Fit:
         self.sizes = Sizes()
         self.unchecked = True  # whether the next graph must be checked before its backward
         self._models: Sequence[weakref.ref[nn.Module]] = ()
-        self._buffers = Buffers()
-        self._devices: list[torch.device] = []
+        self.state = ForwardState()  # that of the models
 
-    def open(self, models: Iterable[nn.Module], engines: Iterable[Engine] = ()) -> None:
+    def open(self, models: Sequence[nn.Module], engines: Iterable[Engine] = ()) -> None:
         """A window opens: take its models, and raise if a cut could not be exact."""
-        models = list(models)
         self._models = [weakref.ref(model) for model in models]
         check_models(models)
         check_engines(engines)
-        self._buffers = Buffers(models).like(self._buffers)
-        if torch.accelerator.is_available():
-            devices = {parameter.device for model in models for parameter in model.parameters()}
-            self._devices = sorted((one for one in devices if one.type != "cpu"), key=str)
-
-    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Before:
-        """Record what an attempt with these arguments may change. Call it before the attempt."""
-        return Before(self._buffers, self._devices, args, kwargs)
+        self.state = ForwardState(models).like(self.state)
 
     def check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise unless this call could be cut: asked early, because memory may run out only after hours."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gradsync._loss import LossSum, detach, find_loss, widest
+from gradsync._loss import LossSum, detach, find_loss, tensor_of, widest
 
 
 def add(whole: torch.Tensor | LossSum | None, part: torch.Tensor | LossSum, weight: float) -> torch.Tensor | LossSum:
@@ -17,39 +17,20 @@ def add(whole: torch.Tensor | LossSum | None, part: torch.Tensor | LossSum, weig
     """
     if isinstance(part, LossSum):
         if not isinstance(whole, LossSum):
-            return plain(part)
+            return LossSum(part.loss.detach().clone(), part.count)
         return LossSum(whole.loss + part.loss.detach(), _add_counts(whole.count, part.count))
     weighed = part.detach() * weight
     return weighed if not isinstance(whole, torch.Tensor) else whole + weighed
 
 
-def plain(loss: torch.Tensor | LossSum) -> torch.Tensor | LossSum:
-    """A copy of the values, without a graph."""
-    if isinstance(loss, LossSum):
-        return LossSum(loss.loss.detach().clone(), loss.count)
-    return loss.detach().clone()
-
-
 def put(returned: Any, part: torch.Tensor | LossSum, whole: torch.Tensor | LossSum) -> Any:
-    """What a part `returned`, with the loss of the `whole` in place of the part's."""
-    if returned is part:
-        return whole
+    """What a part `returned`, detached, with the loss of the `whole` in place of the part's."""
     returned = detach(returned, part)
     now = find_loss(returned)
-    _tensor(now).data = _tensor(whole).clone()
+    tensor_of(now).data = tensor_of(whole)
     if isinstance(now, LossSum) and isinstance(whole, LossSum):
         object.__setattr__(now, "count", whole.count)  # frozen for its users
     return returned
-
-
-def without_graph(returned: Any, loss: torch.Tensor | LossSum) -> tuple[Any, torch.Tensor | LossSum]:
-    """`returned` with its loss detached, and that loss."""
-    returned = detach(returned, loss)
-    return returned, plain(loss) if _tensor(loss).requires_grad else loss
-
-
-def _tensor(loss: torch.Tensor | LossSum) -> torch.Tensor:
-    return loss.loss if isinstance(loss, LossSum) else loss
 
 
 def _add_counts(some: float | torch.Tensor, others: float | torch.Tensor) -> float | torch.Tensor:

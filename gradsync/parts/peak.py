@@ -6,7 +6,7 @@ import ctypes
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -23,12 +23,8 @@ class Took(NamedTuple):
     free: float
 
 
-class Meter(Protocol):
-    """Measures an attempt."""
-
-    def __call__(self, attempt: Callable[[], object]) -> Took | None:
-        """Make the attempt; None if this machine does not tell what it took."""
-        ...
+Meter: TypeAlias = "Callable[[Callable[[], object]], Took | None]"
+"""Makes an attempt; None if this machine does not tell what it took."""
 
 
 def meter_of(device: torch.device) -> Meter:

@@ -9,6 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
 
 class Quiet:
@@ -21,6 +22,7 @@ class Quiet:
     def __init__(self) -> None:
         self._waiting: dict[torch.Tensor, torch.Tensor] = {}
         self._reached: dict[torch.Tensor, None] = {}
+        self._joined: set[int] = set()
 
     def backward(self, loss: torch.Tensor, seed: torch.Tensor | None, parameters: list[torch.Tensor]) -> None:
         """Add the gradients of `loss * seed`; `parameters` loses those that have got theirs, even if this fails."""
@@ -34,17 +36,18 @@ class Quiet:
             raise
         parameters.clear()
 
-    @contextmanager
-    def joined(self) -> Iterator[set[int]]:
-        """A backward inside adds what waits for a parameter to its gradient. Yields the ids of those parameters."""
-        given: set[int] = set()
-        with _hooked(list(self._waiting), lambda parameter: self._give(parameter, given), alone=False):
-            yield given
+    def joined(self) -> AbstractContextManager[None]:
+        """The real backward runs inside, once: what waits for a parameter joins the gradient that comes to it."""
+        return _hooked(list(self._waiting), self._join, alone=False)
 
-    def keep_waiting(self, missing: Sequence[torch.Tensor], joined: set[int]) -> None:
-        """The real backward has ended: what it joined has arrived and is dropped, except where it is `missing`."""
-        gone = joined - set(map(id, missing))
+    def end_joined(self, missing: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """That backward has ended: what it joined has arrived and is dropped, except where it is `missing`.
+
+        Returns those that are missing and whose gradient has not joined either.
+        """
+        gone = self._joined - set(map(id, missing))
         self._waiting = {parameter: total for parameter, total in self._waiting.items() if id(parameter) not in gone}
+        return [parameter for parameter in missing if id(parameter) not in self._joined]
 
     def hand_over(self, *, touch: bool) -> None:
         """Add what still waits, through the hooks.
@@ -56,7 +59,6 @@ class Quiet:
         if late:
             with torch.enable_grad():
                 _HandOver.apply(self._waiting, *late).backward()  # type: ignore[no-untyped-call]
-        self._waiting, self._reached = {}, {}
 
     def _take(self, parameter: torch.Tensor, done: set[int]) -> Callable[[Any], Any]:
         waits = _is_hooked(parameter)
@@ -76,16 +78,16 @@ class Quiet:
 
         return take
 
-    def _give(self, parameter: torch.Tensor, given: set[int]) -> Callable[[Any], Any]:
-        def give(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def _join(self, parameter: torch.Tensor) -> Callable[[Any], Any]:
+        def join(gradient: torch.Tensor | None) -> torch.Tensor | None:
             if gradient is None:
                 return None
             with torch.no_grad():
                 total = self._waiting[parameter] = _sum(self._waiting[parameter], gradient, parameter)
-            given.add(id(parameter))
+            self._joined.add(id(parameter))
             return total
 
-        return give
+        return join
 
 
 def _is_hooked(parameter: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ OF_ONE_RANK = {
 }  # fmt: skip
 TRIED = {
     "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Part", "StandIn", "Team", "Window", "Boundary", "Held", "InParts",
-    "PartedBackward", "factor_of_update", "Transport", "update", "Update", "step_optimizers", "normalise", "norm", "clip", "all_finite", "sync_gradients",
+    "factor_of_update", "Transport", "update", "Update", "step_optimizers", "normalise", "norm", "clip", "all_finite", "sync_gradients",
     "no_sync", "sync_every", "MicroStep", "fit", "Fitting", "rows_that_fit",
 }  # fmt: skip
 
@@ -120,17 +120,24 @@ def a_loop_of_another_length() -> str:
 
 
 def parts_of_a_micro_batch(wrap) -> None:
-    """InParts and PartedBackward, which end in the same closing as `run.backward`."""
+    """InParts, which ends in the same closing as `run.backward`; so does a backward that is not run by it."""
     inner, model, optimizer = trained(wrap)
     rank = dist.get_rank()
     run, who, in_parts = F.Run("in parts", F.Terms(steps=2)), F.Who([model], [optimizer]), F.InParts(True, "in parts")
     for index in range(2):
         place = run.start(who)
         with run.holding(place):
-            backward = F.PartedBackward(run, place)
-            in_parts.run(backward, lambda x: mean_loss(model, x), (micro_batch(rank, index),), {})
-            assert isinstance(backward.begun, F.Boundary | F.Held)
-            closing = backward.end()
+            if index == rank:
+                _, closing = in_parts.run(run, place, lambda x: mean_loss(model, x), (micro_batch(rank, index),), {})
+                continue
+            loss = mean_loss(model, micro_batch(rank, index))
+            begun = run.begin(place, loss)
+            assert isinstance(begun, F.Boundary | F.Held)
+            for engine in begun.order.armed:
+                engine.arm(loss)
+            tensor, seed = run.window.weigh(loss, None)
+            tensor.backward(seed)
+            closing = begun.end()
     F.update([optimizer], factor=closing.factor)
     run.close()
     assert_equal_state(inner.state_dict(), expected([(r, i) for r in range(2) for i in range(2)]), 1e-12)

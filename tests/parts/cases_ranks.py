@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync import engines as gradsync_engines
 from gradsync.functional._gradients import normalise
 from gradsync.parts import Fit, call, run_in_parts
-from tests.parts.limited import Held, Net, assert_same, batch, gradients, mean_loss, sum_loss, work_for
+from tests.parts.limited import BackwardOf, Held, Net, assert_same, batch, gradients, mean_loss, sum_loss
 
 WINDOW, ROWS = 3, 6
 
@@ -59,9 +59,9 @@ def windows(kind, where, limits, at, depth=4, hook=False, sums=False, remember=F
             if not remember:
                 fit.sizes = type(fit.sizes)()
             with Held(engines):
-                work = work_for(ddp, function, engines=engines, last=last)
+                backward = BackwardOf(ddp, engines=engines, last=last)
                 data = batch(ROWS, seed=1000 * window + 10 * index + rank)
-                outcome = run_in_parts(work, (ddp, *data), {}, fit)
+                outcome = run_in_parts(function, (ddp, *data), {}, backward, fit)
                 if last:
                     for engine in engines:
                         engine.finish()

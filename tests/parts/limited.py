@@ -1,11 +1,9 @@
 """Memory that is too small, without using any: an operation that fails for more rows than a limit."""
 
-from contextlib import nullcontext
-
 import torch
 
 from gradsync._loss import LossSum
-from gradsync.parts import Fit, Work, run_in_parts
+from gradsync.parts import Backward, Fit, run_in_parts
 
 
 class Limit(torch.autograd.Function):
@@ -60,25 +58,27 @@ def batch(rows, width=5, seed=0, dtype=torch.float64):
     return tuple(torch.randn(rows, width, generator=generator, dtype=dtype) for _ in range(2))
 
 
-def work_for(model, function=mean_loss, scale=1.0, engines=(), last=False, calls=None):
+class BackwardOf(Backward):
     """What a decorator would bring: the engines are held outside; the last backward arms them."""
 
-    def tensor(found):
-        return found.loss if isinstance(found, LossSum) else found
+    def __init__(self, model, scale=1.0, engines=(), last=False, calls=None):
+        self.parameters = list(model.parameters())
+        self.scale, self.engines, self.last, self.calls = scale, engines, last, calls
 
-    def weigh(found, weight):
-        return tensor(found) * scale, torch.full_like(tensor(found), weight)
+    def begin(self, found, weight):
+        loss = found.loss if isinstance(found, LossSum) else found
+        return loss * self.scale, torch.full_like(loss, weight)
 
-    def backward(loss, seed, whole):
-        if calls is not None:
-            calls.append((seed.item(), whole))
-        if last:
-            for engine in engines:
+    def run(self, loss, seed, whole):
+        if self.calls is not None:
+            self.calls.append((seed.item(), whole))
+        if self.last:
+            for engine in self.engines:
                 engine.arm(loss * 1.0)
         loss.backward(seed)
 
-    held = (lambda: Held(engines, around=True)) if engines else nullcontext
-    return Work(function, weigh, backward, list(model.parameters()), held=held)
+    def held(self):
+        return Held(self.engines, around=True)
 
 
 class Held:
@@ -110,7 +110,7 @@ def opened(model, cut=True):
 
 
 def run(model, *data, function=mean_loss, fit=None, **others):
-    return run_in_parts(work_for(model, function, **others), (model, *data), {}, fit or opened(model))
+    return run_in_parts(function, (model, *data), {}, BackwardOf(model, **others), fit or opened(model))
 
 
 def gradients(model):

@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from gradsync import GradSyncError
 from gradsync._loss import LossSum
 from gradsync.parts import Fit, run_in_parts
-from tests.parts.limited import Limit, Net, assert_same, batch, gradients, mean_loss, opened, run, sum_loss, work_for
+from tests.parts.limited import BackwardOf, Limit, Net, assert_same, batch, gradients, mean_loss, opened, run, sum_loss
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +45,12 @@ def test_every_limit(rows, where, function):
             fit = opened(model)
             for index in range(3):
                 outcome = run(model, *batch(rows, seed=index), function=function, fit=fit)
-                value = outcome.loss.loss if function is sum_loss else outcome.loss
+                loss = outcome.returned
+                value = loss.loss if function is sum_loss else loss
                 torch.testing.assert_close(value, losses[index], rtol=1e-12, atol=1e-12)
                 assert not value.requires_grad
-                assert outcome.returned is outcome.loss
                 if function is sum_loss:
-                    assert outcome.loss.count == rows * 5
+                    assert loss.count == rows * 5
                 if limit < rows:
                     assert outcome.rows <= limit and outcome.parts > 1
                 else:
@@ -240,7 +241,7 @@ def test_buffers_are_put_back(where):
         assert len(model.made_later) == 2
         fit.sizes = type(fit.sizes)()
         fit.open([model])
-    _, copies = fit._buffers.see()
+    _, copies = fit.state.see()
     assert len(copies) == 3  # the table, which no call changes, is not copied again
 
 
@@ -263,7 +264,8 @@ def test_a_buffer_that_begins_to_change_is_an_error():
 def test_arguments_are_put_back(where):
     """A body may write to the lists and dicts that it is given; a tensor that it writes to is an error that says so."""
 
-    def function(model, some, others):
+    def function(model, some, others, log):
+        log.append(len(others["x"]))
         others["x"] = others["x"] * 2
         some[0] = others["output"] = model(others["x"])
         return ((others["output"] - others["y"]) ** 2).mean(dim=1).mean()
@@ -275,9 +277,10 @@ def test_arguments_are_put_back(where):
     outputs, alive = [], []  # of parts: each is to be gone before the next part runs
     model.register_forward_hook(lambda _, __, output: outputs.append(weakref.ref(output)))
     model.register_forward_pre_hook(lambda *_: alive.extend(ref() for ref in outputs if ref() is not None))
-    some, others = [y], {"x": x, "y": y}
-    run(model, some, others, function=function)
+    some, others, log = [y], {"x": x, "y": y}, []
+    run(model, some, others, log, function=function)
     assert_same(gradients(model), truth)
+    assert log == [1] * 6  # of the parts that fitted alone, though it began empty
     assert some[0] is y and list(others) == ["x", "y"] and others["x"] is x
     assert len(outputs) >= 6 and not alive
 
@@ -292,8 +295,37 @@ def test_arguments_are_put_back(where):
     run(model, x, y, function=lambda model, x, y: mean_loss(model, x.clone(), y))
 
 
+class Output(OrderedDict):
+    """Like that of transformers' models: it may be read and written to, but not deleted from or updated."""
+
+    def __delitem__(self, *_):
+        raise NotImplementedError
+
+    pop = update = clear = __delitem__
+
+
+def test_mappings_are_put_back():
+    """In their order, by which a size is remembered; and one that nobody has changed is left alone."""
+
+    def function(model, batch, output):
+        y = batch.pop("y")
+        return mean_loss(model, batch["x"], y + 0 * output["logits"])
+
+    model = Net()
+    model.limit = 3
+    fit = opened(model)
+    x, y = batch(6)
+    output = Output()
+    output["logits"] = y
+    for _ in range(3):
+        outcome = run(model, some := {"y": y, "x": x}, output, function=function, fit=fit)
+        assert outcome.parts == 2 and list(output) == ["logits"] and list(some) == ["y", "x"]
+    assert model.log == [6]  # only the first call tried more
+
+
 def test_returned_objects():
     """The same kinds of objects come back, with the loss of the whole in them."""
+    _, (truth,) = reference(6, mean_loss)
     for returns in (lambda loss: {"loss": loss, "more": 1}, lambda loss: (loss, 1), lambda loss: [loss, 1]):
         values = []
         for limit in (6, 2):
@@ -302,7 +334,7 @@ def test_returned_objects():
             outcome = run(model, *batch(6), function=lambda *a, r=returns: r(mean_loss(*a)))
             found = outcome.returned["loss"] if isinstance(outcome.returned, dict) else outcome.returned[0]
             assert not found.requires_grad
-            torch.testing.assert_close(found, outcome.loss)
+            torch.testing.assert_close(found, truth)
             values.append(found)
         torch.testing.assert_close(*values)
     model = Net()
@@ -411,7 +443,7 @@ def test_refused():
     with pytest.raises(GradSyncError, match="argument 1 has 4 and argument 2 has 3"):
         run(model, x, y[:3])
     with pytest.raises(GradSyncError, match="there is none"):
-        run_in_parts(work_for(model), (model,), {}, opened(model))
+        run_in_parts(mean_loss, (model,), {}, BackwardOf(model), opened(model))
 
     def mixed(model, x, y):
         return sum_loss(model, x, y) if x[0, 0] == x0 else mean_loss(model, x, y)
@@ -439,7 +471,7 @@ def test_models_sparse_and_tied():
         models = make()
         models[1].limit, models[1].where = limit, "backward"
         for _ in range(2):
-            run_in_parts(work_for(models, function), (models, x, y), {}, opened(models))
+            run_in_parts(function, (models, x, y), {}, BackwardOf(models), opened(models))
         results.append([g.to_dense() for g in gradients(models)])
         assert models[0].weight.grad.is_sparse
     assert_same(results[1], results[0])

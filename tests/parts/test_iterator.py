@@ -1,6 +1,10 @@
 """`gradsync.functional.fit` in loops of `sync_every`: on ranks that lack memory, as one big batch in float64."""
 
+import gc
+import weakref
+
 import pytest
+import torch
 
 import gradsync
 from tests.parts import cases_iterator as cases
@@ -27,6 +31,21 @@ def test_uneven_and_broken(ranks, kind):
     """Replays run in parts too and weigh nothing; an error that is not about memory leaves nobody waiting."""
     ranks(2).run(cases.uneven, kind)
     ranks(2).run(cases.broken, kind)
+
+
+def test_it_keeps_no_model_alive():
+    """What was made once, for models that come and go, holds neither their parameters nor their engines."""
+    backward = gradsync.functional.fit(lambda model, x: model(x).square().mean())
+
+    def train():
+        model = torch.nn.Linear(3, 1)
+        for step, x in gradsync.sync_every(model, 2, torch.ones(2, 4, 3)):
+            backward(step, model, x)
+        return [weakref.ref(one) for one in (model, *model.parameters())]
+
+    ends = train()
+    gc.collect()
+    assert not any(end() is not None for end in ends)
 
 
 def test_wrong_arguments():
