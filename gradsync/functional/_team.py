@@ -73,7 +73,7 @@ class Team:
             engines = attach(trained, mine, lambda *those: _agree(name, *those))
         held = [p for m in watching for p in m.parameters() if id(p) not in theirs]
         self._set_engines(engines, Bystanders(held, [one for one in find(watching) if one not in engines]), sync)
-        self._snapshot = Snapshot.of(models, mine, trained=self.ids, emptied=self._emptied)
+        self._snapshot = Snapshot.of(models, optimizers, self.ids, emptied=self._emptied())
         self.unowned = [p for p in self.parameters if id(p) not in ids] if optimizers else []
         self._flags = [*map(_FLAG, self.parameters)]
         self.has_sync_batchnorm = any(isinstance(m, nn.SyncBatchNorm) for model in models for m in model.modules())
@@ -112,25 +112,17 @@ class Team:
         """Whether models and optimizers are as they were. Asked when a window opens."""
         if self.holds_inside:
             ungather(models)
-        then = self._snapshot
-        if not then.is_still(models, optimizers, self.ids):
-            now = Snapshot.of(models, owned(optimizers), self.ids, then, emptied=self._emptied)
-            if not then.is_like(now):
-                return False
-        return self._is_wired
+        return self._snapshot.change(models, optimizers, self._emptied) is None and self._is_wired
 
     def check(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         """Raise unless models and optimizers are as they were when the open window was opened."""
         gathered = {tensor: parameter for one in self._gathering for tensor, parameter in one.gathered.items()}
-        if not self._snapshot.is_still(models, optimizers, self.ids, gathered):
-            now = Snapshot.of(models, owned(optimizers), self.ids, self._snapshot, gathered, emptied=self._emptied)
-            if not self._snapshot.is_like(now):
-                raise GradSyncError(_CHANGED.format(name=name, what=self._snapshot.changes(now)))
-        if not self._is_wired:
+        what = self._snapshot.change(models, optimizers, self._emptied, gathered)
+        if what is None and not self._is_wired:
             what = "parameters were cast, though perhaps back again, or got another storage or memory format"
+        if what is not None:
             raise GradSyncError(_CHANGED.format(name=name, what=what))
 
-    @property
     def _emptied(self) -> set[nn.Module]:
         return {module for engine in self._gathering for module in engine.emptied}
 
