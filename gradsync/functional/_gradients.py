@@ -15,7 +15,7 @@ from gradsync.engines import is_in_pieces
 from gradsync.ranks.group import several_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
     from typing import TypeAlias
 
     from torch import nn
@@ -34,8 +34,9 @@ def normalise(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """
     if factor == 1.0:
         return
-    for gradients in _alike(parameters):
-        if gradients[0].is_sparse:
+    for (_, is_sparse), members in _by_kind(parameters).items():
+        gradients = [parameter.grad for parameter in members if parameter.grad is not None]
+        if is_sparse:
             for gradient in gradients:
                 gradient.mul_(factor)
         else:
@@ -74,13 +75,8 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread 
     parameters = list(parameters)
     total = norm(parameters, spread=spread)
     # torch's function, for one kind at a time: it takes neither sparse gradients nor a mixture with DTensors.
-    alike: defaultdict[object, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            alike[_kind(parameter.grad)].append(parameter)
-    for members in alike.values():
-        assert members[0].grad is not None, "only those"
-        if members[0].grad.is_sparse:
+    for (_, is_sparse), members in _by_kind(parameters).items():
+        if is_sparse:
             normalise(members, min(1.0, max_norm / (float(total) + 1e-6)))
         else:
             clip_grads_with_norm_(members, max_norm, total)
@@ -113,13 +109,13 @@ def _kind(gradient: torch.Tensor) -> tuple[Any, bool]:
     return getattr(gradient, "device_mesh", None), gradient.is_sparse
 
 
-def _alike(parameters: Iterable[nn.Parameter]) -> Sequence[list[torch.Tensor]]:
-    """The gradients in groups of one kind."""
-    groups: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
+def _by_kind(parameters: Iterable[nn.Parameter]) -> Mapping[tuple[Any, bool], list[nn.Parameter]]:
+    """The parameters that have a gradient, by its kind."""
+    groups: defaultdict[tuple[Any, bool], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            groups[_kind(parameter.grad)].append(parameter.grad)
-    return list(groups.values())
+            groups[_kind(parameter.grad)].append(parameter)
+    return groups
 
 
 class _Place(NamedTuple):
@@ -163,8 +159,13 @@ def known_spread(parameters: Iterable[nn.Parameter], spread: Spread | None) -> S
 
 def values_here(gradient: torch.Tensor) -> torch.Tensor:
     """What this rank has of a gradient, as a plain tensor."""
-    local = getattr(gradient, "to_local", None)
-    return _values(gradient) if local is None else local()
+    return _values(local_of(gradient))
+
+
+def local_of(gradient: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a gradient; of a `DTensor` another tensor than itself."""
+    local: Callable[[], torch.Tensor] | None = getattr(gradient, "to_local", None)
+    return gradient if local is None else local()
 
 
 def is_there(gradient: torch.Tensor | None) -> bool:

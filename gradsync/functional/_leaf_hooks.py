@@ -12,13 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
 
-class LeafHooks:
-    """Tensor hooks on some parameters, and their removal."""
+class Weightless:
+    """Hooks that replace gradients by zeros, which `loss * 0` would not do for an inf or a NaN."""
 
-    def __init__(
-        self, leaves: Iterable[torch.Tensor], hook: Callable[[torch.Tensor | None], torch.Tensor | None]
-    ) -> None:
-        self._handles = [leaf.register_hook(hook) for leaf in leaves if leaf.requires_grad]
+    def __init__(self, leaves: Iterable[torch.Tensor]) -> None:
+        self._handles = [leaf.register_hook(_zeros) for leaf in leaves if leaf.requires_grad]
 
     def remove(self) -> None:
         """Remove the hooks. May be called twice."""
@@ -65,6 +63,5 @@ class PlainBackward:
         self._begin()
 
 
-def weightless(leaves: Iterable[torch.Tensor]) -> LeafHooks:
-    """Hooks that replace gradients by zeros, which `loss * 0` would not do for an inf or a NaN."""
-    return LeafHooks(leaves, lambda gradient: None if gradient is None else torch.zeros_like(gradient))
+def _zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else torch.zeros_like(gradient)

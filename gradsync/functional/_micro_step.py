@@ -11,7 +11,7 @@ from gradsync._frames import drawn_by
 from gradsync._loss import LossSum
 from gradsync.functional._gradients import normalise
 from gradsync.functional._in_parts import PartedBackward
-from gradsync.functional._leaf_hooks import weightless
+from gradsync.functional._leaf_hooks import Weightless
 from gradsync.functional._place import Part, Place
 from gradsync.functional._ranges import NO_RANGE
 from gradsync.functional._turn_watch import TurnWatch, mixed
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from gradsync.functional._backward import RunBackward
     from gradsync.functional._closing import Closing
     from gradsync.functional._in_parts import InParts
-    from gradsync.functional._leaf_hooks import LeafHooks
     from gradsync.functional._run import Run
 
 
@@ -106,7 +105,7 @@ class Turn:
         self._done: MicroStep | None = None
         self._over: Callable[[], bool] | None = None  # call it after the user's own backward
         self._closing: Closing | None = None
-        self._weightless: LeafHooks | None = None  # in a replay
+        self._weightless: Weightless | None = None  # in a replay
         self._hold: AbstractContextManager[Any] = NO_RANGE
         self._watch = TurnWatch(run, self._join)
 
@@ -128,7 +127,7 @@ class Turn:
             self.loop = drawn_by(sys._getframe(2))  # of the generator around this, to which it yields
         self._watch.begin(place)
         if place.part is not Part.RUNS:
-            self._weightless = weightless(self._run.fitting_team().leaves)
+            self._weightless = Weightless(self._run.fitting_team().leaves)
         self._hold = self._run.holding(place)
         self._hold.__enter__()
         return step

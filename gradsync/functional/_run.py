@@ -13,7 +13,7 @@ from gradsync._state import OPEN
 from gradsync.functional._backward import Joined, backward
 from gradsync.functional._boundary import Begun, Boundary
 from gradsync.functional._exchange import Exchange, compare_sizes, meet_at_flush
-from gradsync.functional._leaf_hooks import weightless
+from gradsync.functional._leaf_hooks import Weightless
 from gradsync.functional._order import HELD, Order, reduce
 from gradsync.functional._others import insist_on_one_window, land
 from gradsync.functional._owned import owned
@@ -190,7 +190,7 @@ class Run:
         tensor = loss.loss if isinstance(loss, LossSum) else loss
         check_loss(tensor)
         window = self._open_window
-        zeros = weightless(window.team.leaves)
+        zeros = Weightless(window.team.leaves)
         try:
             return self._synchronise(window, place, partial(backward, tensor, run=run))
         finally:
