@@ -38,7 +38,13 @@ def with_known(
     [('a', 2), ('b', 2), ('c', 1), ('d', 0)]
     """
     if known is None:
-        yield from _ahead(iterable, ahead)
+        drawn: deque[T] = deque()
+        for item in iterable:
+            drawn.append(item)
+            while len(drawn) > ahead():
+                yield drawn.popleft(), len(drawn)
+        while drawn:
+            yield drawn.popleft(), len(drawn)
         return
     for number, item in enumerate(iterable, start=1):
         if number > known:
@@ -55,13 +61,3 @@ def length(iterable: object) -> int | None:
         return len(iterable)  # type: ignore[arg-type]
     except TypeError:
         return None
-
-
-def _ahead(iterable: Iterable[T], ahead: Callable[[], int]) -> Iterator[tuple[T, int]]:
-    drawn: deque[T] = deque()
-    for item in iterable:
-        drawn.append(item)
-        while len(drawn) > ahead():
-            yield drawn.popleft(), len(drawn)
-    while drawn:
-        yield drawn.popleft(), len(drawn)

@@ -57,7 +57,7 @@ class Data:
 
     def is_in_last_call(self, run: Hashable) -> bool:
         """Whether the call that has begun is the last one on this rank."""
-        return self.is_last and self.calls_once(run) and self._calls[run] == 1
+        return self.is_last and self.calls_once(run)
 
     def left(self, run: Hashable) -> float:
         """How many items are still to come: inf if unknown, 0.5 if only the last item may have another call."""

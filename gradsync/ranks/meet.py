@@ -34,8 +34,8 @@ def meet(group: dist.ProcessGroup | None, topic: str, saying: Mapping[str, Any])
     """
     if group is None or group.size() == 1:
         return [dict(saying)]
-    said = at_the_store(group, topic, lambda: _exchange_words(group, topic, dict(saying)))
-    _refuse_empty(said)
+    said = _at_the_store(group, topic, lambda: _exchange_words(group, topic, dict(saying)))
+    _insist_on_items(_empty(said))
     if any(other != topic for other, _ in said):
         raise GradSyncError(
             "All ranks must do the same thing at the same time, but they are at different places: "
@@ -99,30 +99,31 @@ def nothing_here(topic: str) -> None:
         return
     world = _world()
     if any(1 < one.size() < world.size() for one in dist.distributed_c10d._world.pg_map):
-        at_the_store(world, topic, lambda: world.get_group_store().set(_left_empty(world.rank()), topic))
-        where = f"when it came to {topic}, and in which of the process groups its models are is not known either"
-        raise GradSyncError(_EMPTY.format(where=where, ranks=world.rank()))
-    said = at_the_store(world, topic, lambda: _exchange_words(world, topic, None))
-    if any(words is not None for _, words in said):
-        _refuse_empty(said)
+        where = f"{topic}, and in which of the process groups its models are is not known either"
+        _at_the_store(world, topic, lambda: world.get_group_store().set(_left_empty(world.rank()), where))
+        _insist_on_items({world.rank(): where})
+    empty = _empty(_at_the_store(world, topic, lambda: _exchange_words(world, topic, None)))
+    if len(empty) < world.size():
+        _insist_on_items(empty)
 
 
-_EMPTY = (
-    "Every rank needs an item where the models are not known before the first call, but rank {ranks} had none "
-    "{where}. Name them: accumulating(..., model=..., optimizer=...), or give each rank an item."
-)
+def _empty(said: _Said) -> dict[int, str]:
+    """The ranks that came without words, and to which topic: they have no item, and know no models."""
+    return {rank: topic for rank, (topic, words) in enumerate(said) if words is None}
 
 
-def _refuse_empty(said: _Said) -> None:
-    """Raise on every rank if some came without words: they have no item and know no models."""
-    topics = [topic for topic, words in said if words is None]
-    if topics:
-        ranks = ranks_where(words is None for _, words in said)
-        raise GradSyncError(_EMPTY.format(where=f"when it came to {topics[0]}", ranks=ranks))
+def _insist_on_items(empty: Mapping[int, str]) -> None:
+    """Raise on every rank if these ranks had nothing when they came to these topics."""
+    if empty:
+        raise GradSyncError(
+            "Every rank needs an item where the models are not known before the first call, but rank "
+            f"{', '.join(map(str, empty))} had none when it came to {next(iter(empty.values()))}. Name them: "
+            "accumulating(..., model=..., optimizer=...), or give each rank an item."
+        )
 
 
 def _left_empty(rank: int) -> str:
-    """The key that says that a rank had no item and left with an error; deleted when it meets others again."""
+    """The key of where a rank had no item and left with an error; empty once it meets others again."""
     return f"gradsync/left empty/{rank}"
 
 
@@ -131,7 +132,7 @@ def _world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) -> T:
+def _at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) -> T:
     """Call `talk`; returns what it returns, or raises soon after the group's time-out at the latest.
 
     `talk` runs in a thread: if a link is cut, no operation of a TCPStore ever returns, whatever its own time-out is
@@ -163,7 +164,7 @@ def at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) ->
 def _exchange_words(group: dist.ProcessGroup, topic: str, saying: dict[str, Any] | None) -> _Said:
     store: Any = group.get_group_store()
     rank = group.rank()
-    _world().get_group_store().delete_key(_left_empty(dist.get_rank()))
+    _world().get_group_store().set(_left_empty(dist.get_rank()), "")
     number = store.add(f"gradsync/{rank}", 1)
     keys = [f"gradsync/{number}/{other}" for other in range(group.size())]
     store.set(keys[rank], json.dumps([topic, saying]))
@@ -206,10 +207,9 @@ def _look_for_empty(group: dist.ProcessGroup, missing: Sequence[int], topic: str
     world = _world()
     store: Any = world.get_group_store()
     missing = [dist.get_global_rank(group, rank) for rank in missing]
-    left = [rank for rank in missing if store.check([_left_empty(rank)])]
-    if left:
-        raise GradSyncError(_EMPTY.format(where=f"when this one came to {topic}", ranks=", ".join(map(str, left))))
+    left = {rank: store.get(key).decode() for rank in missing if store.check([key := _left_empty(rank)])}
+    _insist_on_items({rank: where for rank, where in left.items() if where})
     next_there = store.add(f"gradsync/{world.rank()}", 0) + 1
     keys = [key for rank in missing if store.check([key := f"gradsync/{next_there}/{rank}"])]
     if any(json.loads(store.get(key))[1] is None for key in keys):
-        _refuse_empty(_exchange_words(world, topic, {}))  # so that it hears of this one
+        _insist_on_items(_empty(_exchange_words(world, topic, {})))  # so that it hears of this one
