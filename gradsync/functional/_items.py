@@ -1,16 +1,19 @@
-"""The items of an iterable, with how many are known to come after each."""
+"""The items of a loop: how many are known to come after each, and how many calls each has had."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
 from gradsync._errors import GradSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Hashable, Iterable, Iterator
 
 T = TypeVar("T")
+
+_PERHAPS = 0.5  # in place of items left: there may be another call
 
 
 def with_last(iterable: Iterable[T], name: str = "a loop") -> Iterator[tuple[T, bool]]:
@@ -61,3 +64,73 @@ def length(iterable: object) -> int | None:
         return len(iterable)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+class Data:
+    """What a loop knows of its iterable. Calls are counted for each run."""
+
+    def __init__(self, length: int | None) -> None:
+        self.length = length
+        self.num_items = 0
+        self.num_calls = 0
+        self.num_idle = 0  # items without a call
+        self.is_last = False  # whether the current item is the last
+        self.has_ended = False
+        self._drawn: int | None = None  # items drawn ahead; None if the loop does not draw them itself
+        self._calls: dict[Hashable, int] = {}  # for the current item
+        self._most: dict[Hashable, int] = {}  # the largest number for any item before it
+
+    def items(self, iterable: Iterable[T], name: str, ahead: Callable[[], int]) -> Iterator[T]:
+        """The items of an iterable, counted; where its length is not known, `ahead()` items are drawn ahead."""
+        for item, drawn in with_known(iterable, name, ahead, self.length):
+            self._finish_item()
+            self.num_items += 1
+            self._drawn, self.is_last = drawn, not drawn
+            yield item
+
+    def end(self) -> None:
+        """The data has ended, and the last item has had its calls."""
+        self._finish_item()
+        self.is_last = self.has_ended = True
+
+    def call(self, run: Hashable) -> None:
+        """Count a call that begins."""
+        self.num_calls += 1
+        self._calls[run] = self._calls.get(run, 0) + 1
+
+    def expect_one_call(self, run: Hashable) -> None:
+        """Declare that the run is called once for each item."""
+        self._most[run] = 1
+
+    def calls_once(self, run: Hashable) -> bool:
+        """Whether, so far, the run was called once for an item, and never more often."""
+        return self._most.get(run) == 1 and self._calls.get(run, 0) <= 1
+
+    def is_in_last_call(self, run: Hashable) -> bool:
+        """Whether the call that has begun is the last one on this rank."""
+        return self.is_last and self.calls_once(run)
+
+    def left(self, run: Hashable) -> float:
+        """How many items are still to come: inf if unknown, 0.5 if only the last item may have another call."""
+        if self.is_last:
+            return 0.0 if self.has_ended or self.calls_once(run) else _PERHAPS
+        return math.inf if self.length is None else float(max(0, self.length - self.num_items))
+
+    def foresees(self, run: Hashable) -> bool:
+        """Whether calls to come are known: each item has had one call, of `run`, and items to come are known."""
+        looked = self.length is not None or self._drawn is not None
+        return looked and self.calls_once(run) and not self.num_idle
+
+    @property
+    def num_known(self) -> int:
+        """How many items are known to come."""
+        return (self._drawn or 0) if self.length is None else self.length - self.num_items
+
+    def _finish_item(self) -> None:
+        if not self._calls:
+            self.num_idle += self.num_items > 0
+            return
+        for run, calls in self._calls.items():
+            if calls > self._most.get(run, 0):
+                self._most[run] = calls
+        self._calls.clear()

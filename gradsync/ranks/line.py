@@ -25,23 +25,14 @@ _BEFORE_THE_WATCHDOG = 0.9  # of the group's time-out: after it, nccl's watchdog
 class Line:
     """Exchanges tables between the ranks of one group."""
 
-    __slots__ = ("_device", "_group", "_is_slow", "_stream")
+    __slots__ = ("_device", "_group", "_is_slow", "_stream", "num_ranks", "rank")
 
     def __init__(self, group: dist.ProcessGroup | None, parameters: Sequence[torch.Tensor]) -> None:
         self._group = None if group is None or group.size() == 1 else group
+        self.num_ranks, self.rank = (1, 0) if self._group is None else (self._group.size(), self._group.rank())
         self._device = torch.device("cpu") if self._group is None else device_of(self._group, parameters)
         self._is_slow = self._device.type != "cpu"  # whether the host runs ahead of the device
         self._stream: Any = None
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks in the group."""
-        return 1 if self._group is None else self._group.size()
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the group."""
-        return 0 if self._group is None else self._group.rank()
 
     def send(self, row: Row) -> Sent:
         """Send this rank's row, without waiting. Collective: every rank sends a row of the same length."""
