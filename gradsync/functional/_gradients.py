@@ -34,9 +34,8 @@ def normalise(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """
     if factor == 1.0:
         return
-    for (_, is_sparse), members in _by_kind(parameters).items():
-        gradients = [parameter.grad for parameter in members if parameter.grad is not None]
-        if is_sparse:
+    for place, gradients in _places(parameters, WHOLE).items():
+        if place.is_sparse:
             for gradient in gradients:
                 gradient.mul_(factor)
         else:
@@ -75,8 +74,12 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread 
     parameters = list(parameters)
     total = norm(parameters, spread=spread)
     # torch's function, for one kind at a time: it takes neither sparse gradients nor a mixture with DTensors.
-    for (_, is_sparse), members in _by_kind(parameters).items():
-        if is_sparse:
+    alike: defaultdict[_Place, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            alike[_Place.of(parameter.grad)].append(parameter)
+    for place, members in alike.items():
+        if place.is_sparse:
             normalise(members, min(1.0, max_norm / (float(total) + 1e-6)))
         else:
             clip_grads_with_norm_(members, max_norm, total)
@@ -104,26 +107,16 @@ def discard(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def _kind(gradient: torch.Tensor) -> tuple[Any, bool]:
-    """The kind of a gradient; a foreach call takes one kind: one mesh, one layout."""
-    return getattr(gradient, "device_mesh", None), gradient.is_sparse
-
-
-def _by_kind(parameters: Iterable[nn.Parameter]) -> Mapping[tuple[Any, bool], list[nn.Parameter]]:
-    """The parameters that have a gradient, by its kind."""
-    groups: defaultdict[tuple[Any, bool], list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            groups[_kind(parameter.grad)].append(parameter)
-    return groups
-
-
 class _Place(NamedTuple):
-    """Where gradients lie: on a mesh, in pieces on ranks, or whole on each rank."""
+    """Where gradients lie: on a mesh, in pieces on ranks, or whole on each rank. A foreach call takes those of one."""
 
     mesh: Any
     is_sparse: bool
     ranks: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor, ranks: dist.ProcessGroup | None = None) -> _Place:
+        return cls(getattr(gradient, "device_mesh", None), gradient.is_sparse, ranks)
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups over which to reduce, one after another, to have all of a gradient."""
@@ -142,7 +135,7 @@ def _places(parameters: Iterable[nn.Parameter], spread: Spread | None) -> dict[_
         if gradient is None and ranks is not None:
             gradient = parameter.detach().new_empty(0)
         if gradient is not None:
-            places[_Place(*_kind(gradient), ranks)].append(gradient)
+            places[_Place.of(gradient, ranks)].append(gradient)
     return places
 
 

@@ -76,16 +76,16 @@ class Data:
         self.num_idle = 0  # items without a call
         self.is_last = False  # whether the current item is the last
         self.has_ended = False
-        self._drawn: int | None = None  # items drawn ahead; None if the loop does not draw them itself
+        self.num_known = 0  # how many items are known to come
         self._calls: dict[Hashable, int] = {}  # for the current item
         self._most: dict[Hashable, int] = {}  # the largest number for any item before it
 
     def items(self, iterable: Iterable[T], name: str, ahead: Callable[[], int]) -> Iterator[T]:
         """The items of an iterable, counted; where its length is not known, `ahead()` items are drawn ahead."""
-        for item, drawn in with_known(iterable, name, ahead, self.length):
+        for item, known in with_known(iterable, name, ahead, self.length):
             self._finish_item()
             self.num_items += 1
-            self._drawn, self.is_last = drawn, not drawn
+            self.num_known, self.is_last = known, not known
             yield item
 
     def end(self) -> None:
@@ -114,17 +114,11 @@ class Data:
         """How many items are still to come: inf if unknown, 0.5 if only the last item may have another call."""
         if self.is_last:
             return 0.0 if self.has_ended or self.calls_once(run) else _PERHAPS
-        return math.inf if self.length is None else float(max(0, self.length - self.num_items))
+        return math.inf if self.length is None else float(self.length - self.num_items)
 
     def foresees(self, run: Hashable) -> bool:
-        """Whether calls to come are known: each item has had one call, of `run`, and items to come are known."""
-        looked = self.length is not None or self._drawn is not None
-        return looked and self.calls_once(run) and not self.num_idle
-
-    @property
-    def num_known(self) -> int:
-        """How many items are known to come."""
-        return (self._drawn or 0) if self.length is None else self.length - self.num_items
+        """Whether each item has had one call, of `run`: then the calls to come are known as far as the items are."""
+        return self.calls_once(run) and not self.num_idle
 
     def _finish_item(self) -> None:
         if not self._calls:
