@@ -149,13 +149,8 @@ def detach(returned: T, loss: torch.Tensor | LossSum) -> T:
     elif type(returned) is tuple:
         return (plain, *returned[1:])  # type: ignore[return-value, index]
     elif not tensor.is_leaf:
-        _swap(tensor, tensor.detach())
+        torch.utils.swap_tensors(tensor, tensor.detach())  # for a named tuple, a frozen class, a proxy
     return returned
-
-
-def _swap(tensor: torch.Tensor, plain: torch.Tensor) -> None:
-    """Make the object `tensor` hold `plain`, whoever else refers to it: a named tuple, a frozen class, a proxy."""
-    torch.utils.swap_tensors(tensor, plain)
 
 
 def _describe(returned: object) -> str:

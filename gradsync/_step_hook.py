@@ -6,7 +6,6 @@ garbage collector comes by and removes a hook. So there is one hook in it, for g
 
 from __future__ import annotations
 
-import weakref
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +21,7 @@ def watch_steps(watcher: Callable[[Any], None]) -> None:
     """Have `watcher(optimizer)` called before each step of a user's, as long as somebody holds the watcher."""
     if not STEP_HOOK:
         STEP_HOOK.append(register_optimizer_step_pre_hook(_ask))
-    key = id(watcher)
-
-    def forget(ref: weakref.ref[Any]) -> None:
-        if STEP_WATCHERS.get(key) is ref:  # and not of an object that has got the same id since
-            STEP_WATCHERS.pop(key, None)
-
-    STEP_WATCHERS[key] = weakref.ref(watcher, forget)
+    STEP_WATCHERS[id(watcher)] = watcher
 
 
 def unwatch_steps(watcher: Callable[[Any], None]) -> None:
@@ -54,7 +47,7 @@ class stepping:  # noqa: N801 - a function to its callers
 def _ask(optimizer: Any, *_: object) -> None:
     if get_ident() in STEPPING:
         return
-    for ref in [*STEP_WATCHERS.values()]:  # they may come and go meanwhile
+    for ref in STEP_WATCHERS.valuerefs():  # a list: they may come and go meanwhile, in other threads too
         watcher = ref()
         if watcher is not None:
             watcher(optimizer)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch.autograd import Variable
 
-from gradsync.functional._closing import Closing
+from gradsync.functional._closing import Closing, factor_of
 from gradsync.functional._order import HELD, Order
 from gradsync.functional._table import SUMS
 from gradsync.ranks.lost import WaitingFor, is_lost
@@ -110,7 +110,7 @@ class Boundary:
         shares = self._hear()
         alone = team.num_ranks == 1 and (self._exchange.has_an_end or window.kind == SUMS)
         told = self._sent is not None or alone
-        closing = Closing.of(shares, team.rank, is_told=told, losses=window.losses, counts=window.count)
+        closing = Closing(tuple(shares), team.rank, factor_of(shares), told, window.losses, window.count)
         self._share_buffers()
         if not self._terms.skip or team.num_ranks == 1:
             return closing

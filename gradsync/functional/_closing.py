@@ -10,7 +10,7 @@ import torch
 from gradsync._errors import GradSyncError
 from gradsync.functional._loss_sum_count import Count, is_count
 from gradsync.functional._steps import correction
-from gradsync.functional._table import IN_WORDS, NOBODY, NOTHING, PLAIN, SUMS, Share, sum_of_losses
+from gradsync.functional._table import IN_WORDS, NOBODY, PLAIN, SUMS, Share, sum_of_losses
 from gradsync.ranks.meet import agreed, ranks_where
 
 if TYPE_CHECKING:
@@ -29,23 +29,10 @@ class Closing(NamedTuple):
     shares: tuple[Share, ...]
     rank: int
     factor: float | None
-    is_told: bool = True  # whether the shares were sent, not inferred from this rank's own
+    is_told: bool  # whether the shares were sent, not inferred from this rank's own
+    own_losses: Sequence[torch.Tensor]  # of this rank's micro-batches
+    own_counts: Count  # what they were sums over, exactly
     failures: Sent | None = None  # flags of ranks that failed after the table, not read yet
-    own_losses: Sequence[torch.Tensor] = ()  # of this rank's micro-batches
-    own_counts: Count | None = None  # what they were sums over, exactly
-
-    @classmethod
-    def of(
-        cls,
-        shares: Sequence[Share],
-        rank: int,
-        *,
-        is_told: bool = True,
-        losses: Sequence[torch.Tensor] = (),
-        counts: Count | None = None,
-    ) -> Closing:
-        """The closing of these shares, of all ranks. Raises on every rank if they do not fit together."""
-        return cls(tuple(shares), rank, _factor(shares), is_told, None, losses, counts)
 
     def without(self) -> Closing:
         """The same, with nothing to average: a rank failed after the table."""
@@ -80,7 +67,7 @@ class Closing(NamedTuple):
     @property
     def own_count(self) -> float | None:
         """The exact sum of this rank's counts; None for means. Waits for the device."""
-        return self.own_counts.state() if self.is_of_sums and self.own_counts is not None else None
+        return self.own_counts.state() if self.is_of_sums else None
 
     @property
     def own_factor(self) -> float | None:
@@ -105,15 +92,20 @@ class Closing(NamedTuple):
         return sum(float(sum_of_losses(share.loss)) for share in self.shares) / over if over else None
 
 
-def _factor(shares: Sequence[Share]) -> float | None:
-    """The factor for the engines' average; None if there is nothing to average."""
+def factor_of(shares: Sequence[Share]) -> float | None:
+    """The factor for the engines' average; None if there is nothing to average.
+
+    Raises on every rank if the shares, of all ranks, do not fit together.
+    """
     if len(shares) > 1:
         _insist_on_alike(shares)
     came = [share for share in shares if share.num_micro_batches]
-    kind = came[0].kind if came else NOTHING
+    if not came:
+        return None
+    kind = came[0].kind
     if kind == SUMS:
         _insist_on_counts(shares)
-    if kind == NOTHING or any(share.failed for share in shares):
+    if any(share.failed for share in shares):
         return None
     if kind == PLAIN:
         return 1.0

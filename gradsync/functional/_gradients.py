@@ -15,7 +15,7 @@ from gradsync.engines import is_in_pieces
 from gradsync.ranks.group import several_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
     from typing import TypeAlias
 
     from torch import nn
@@ -34,8 +34,8 @@ def normalise(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """
     if factor == 1.0:
         return
-    for gradients in _alike(parameters):
-        if gradients[0].is_sparse:
+    for place, gradients in _places(parameters, WHOLE).items():
+        if place.is_sparse:
             for gradient in gradients:
                 gradient.mul_(factor)
         else:
@@ -74,13 +74,12 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread 
     parameters = list(parameters)
     total = norm(parameters, spread=spread)
     # torch's function, for one kind at a time: it takes neither sparse gradients nor a mixture with DTensors.
-    alike: defaultdict[object, list[nn.Parameter]] = defaultdict(list)
+    alike: defaultdict[_Place, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            alike[_kind(parameter.grad)].append(parameter)
-    for members in alike.values():
-        assert members[0].grad is not None, "only those"
-        if members[0].grad.is_sparse:
+            alike[_Place.of(parameter.grad)].append(parameter)
+    for place, members in alike.items():
+        if place.is_sparse:
             normalise(members, min(1.0, max_norm / (float(total) + 1e-6)))
         else:
             clip_grads_with_norm_(members, max_norm, total)
@@ -108,26 +107,16 @@ def discard(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def _kind(gradient: torch.Tensor) -> tuple[Any, bool]:
-    """The kind of a gradient; a foreach call takes one kind: one mesh, one layout."""
-    return getattr(gradient, "device_mesh", None), gradient.is_sparse
-
-
-def _alike(parameters: Iterable[nn.Parameter]) -> Sequence[list[torch.Tensor]]:
-    """The gradients in groups of one kind."""
-    groups: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            groups[_kind(parameter.grad)].append(parameter.grad)
-    return list(groups.values())
-
-
 class _Place(NamedTuple):
-    """Where gradients lie: on a mesh, in pieces on ranks, or whole on each rank."""
+    """Where gradients lie: on a mesh, in pieces on ranks, or whole on each rank. A foreach call takes those of one."""
 
     mesh: Any
     is_sparse: bool
     ranks: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor, ranks: dist.ProcessGroup | None = None) -> _Place:
+        return cls(getattr(gradient, "device_mesh", None), gradient.is_sparse, ranks)
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups over which to reduce, one after another, to have all of a gradient."""
@@ -146,7 +135,7 @@ def _places(parameters: Iterable[nn.Parameter], spread: Spread | None) -> dict[_
         if gradient is None and ranks is not None:
             gradient = parameter.detach().new_empty(0)
         if gradient is not None:
-            places[_Place(*_kind(gradient), ranks)].append(gradient)
+            places[_Place.of(gradient, ranks)].append(gradient)
     return places
 
 
@@ -163,8 +152,13 @@ def known_spread(parameters: Iterable[nn.Parameter], spread: Spread | None) -> S
 
 def values_here(gradient: torch.Tensor) -> torch.Tensor:
     """What this rank has of a gradient, as a plain tensor."""
-    local = getattr(gradient, "to_local", None)
-    return _values(gradient) if local is None else local()
+    return _values(local_of(gradient))
+
+
+def local_of(gradient: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a gradient; of a `DTensor` another tensor than itself."""
+    local: Callable[[], torch.Tensor] | None = getattr(gradient, "to_local", None)
+    return gradient if local is None else local()
 
 
 def is_there(gradient: torch.Tensor | None) -> bool:

@@ -1,16 +1,19 @@
-"""The items of an iterable, with how many are known to come after each."""
+"""The items of a loop: how many are known to come after each, and how many calls each has had."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
 from gradsync._errors import GradSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Hashable, Iterable, Iterator
 
 T = TypeVar("T")
+
+_PERHAPS = 0.5  # in place of items left: there may be another call
 
 
 def with_last(iterable: Iterable[T], name: str = "a loop") -> Iterator[tuple[T, bool]]:
@@ -38,7 +41,13 @@ def with_known(
     [('a', 2), ('b', 2), ('c', 1), ('d', 0)]
     """
     if known is None:
-        yield from _ahead(iterable, ahead)
+        drawn: deque[T] = deque()
+        for item in iterable:
+            drawn.append(item)
+            while len(drawn) > ahead():
+                yield drawn.popleft(), len(drawn)
+        while drawn:
+            yield drawn.popleft(), len(drawn)
         return
     for number, item in enumerate(iterable, start=1):
         if number > known:
@@ -57,11 +66,65 @@ def length(iterable: object) -> int | None:
         return None
 
 
-def _ahead(iterable: Iterable[T], ahead: Callable[[], int]) -> Iterator[tuple[T, int]]:
-    drawn: deque[T] = deque()
-    for item in iterable:
-        drawn.append(item)
-        while len(drawn) > ahead():
-            yield drawn.popleft(), len(drawn)
-    while drawn:
-        yield drawn.popleft(), len(drawn)
+class Data:
+    """What a loop knows of its iterable. Calls are counted for each run."""
+
+    def __init__(self, length: int | None) -> None:
+        self.length = length
+        self.num_items = 0
+        self.num_calls = 0
+        self.num_idle = 0  # items without a call
+        self.is_last = False  # whether the current item is the last
+        self.has_ended = False
+        self.num_known = 0  # how many items are known to come
+        self._calls: dict[Hashable, int] = {}  # for the current item
+        self._most: dict[Hashable, int] = {}  # the largest number for any item before it
+
+    def items(self, iterable: Iterable[T], name: str, ahead: Callable[[], int]) -> Iterator[T]:
+        """The items of an iterable, counted; where its length is not known, `ahead()` items are drawn ahead."""
+        for item, known in with_known(iterable, name, ahead, self.length):
+            self._finish_item()
+            self.num_items += 1
+            self.num_known, self.is_last = known, not known
+            yield item
+
+    def end(self) -> None:
+        """The data has ended, and the last item has had its calls."""
+        self._finish_item()
+        self.is_last = self.has_ended = True
+
+    def call(self, run: Hashable) -> None:
+        """Count a call that begins."""
+        self.num_calls += 1
+        self._calls[run] = self._calls.get(run, 0) + 1
+
+    def expect_one_call(self, run: Hashable) -> None:
+        """Declare that the run is called once for each item."""
+        self._most[run] = 1
+
+    def calls_once(self, run: Hashable) -> bool:
+        """Whether, so far, the run was called once for an item, and never more often."""
+        return self._most.get(run) == 1 and self._calls.get(run, 0) <= 1
+
+    def is_in_last_call(self, run: Hashable) -> bool:
+        """Whether the call that has begun is the last one on this rank."""
+        return self.is_last and self.calls_once(run)
+
+    def left(self, run: Hashable) -> float:
+        """How many items are still to come: inf if unknown, 0.5 if only the last item may have another call."""
+        if self.is_last:
+            return 0.0 if self.has_ended or self.calls_once(run) else _PERHAPS
+        return math.inf if self.length is None else float(self.length - self.num_items)
+
+    def foresees(self, run: Hashable) -> bool:
+        """Whether each item has had one call, of `run`: then the calls to come are known as far as the items are."""
+        return self.calls_once(run) and not self.num_idle
+
+    def _finish_item(self) -> None:
+        if not self._calls:
+            self.num_idle += self.num_items > 0
+            return
+        for run, calls in self._calls.items():
+            if calls > self._most.get(run, 0):
+                self._most[run] = calls
+        self._calls.clear()

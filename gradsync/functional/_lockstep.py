@@ -22,7 +22,7 @@ from gradsync.functional._tail import ends_with_data
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gradsync.functional._items_left import Data
+    from gradsync.functional._items import Data
     from gradsync.functional._run import Run
     from gradsync.functional._talk import Talk
     from gradsync.functional._window import Window

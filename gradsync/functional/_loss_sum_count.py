@@ -30,10 +30,9 @@ class Count:
         else:
             wide = widest(count) if count.is_floating_point() else torch.int64
             wider = count.detach().reshape(()).to(wide)
-            odd = torch.full_like(wider, math.nan) if wide is not torch.int64 else torch.full_like(wider, -(2**62))
-            wider = torch.where(wider < 0, odd, wider)
+            wider = wider.masked_fill(wider < 0, -(2**62) if wide is torch.int64 else math.nan)  # a copy, too
             place = wider.device, wide
-            self._on_device[place] = self._on_device[place] + wider if place in self._on_device else wider.clone()
+            self._on_device[place] = self._on_device.get(place, 0) + wider
 
     @property
     def total(self) -> float | torch.Tensor:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gradsync.engines import Engine
 
 
-class no_sync:  # noqa: N801 - a function to its users, like torch's own
+class no_sync(Hold):  # noqa: N801 - a function to its users, like torch's own
     """Context manager: gradients of backwards inside stay local, on whatever engine holds the models.
 
     Put the forward inside too: some engines read the switch there, some in backward. It restores what it found, and
@@ -33,13 +33,7 @@ class no_sync:  # noqa: N801 - a function to its users, like torch's own
         require_group("no_sync")
         engines = find(modules) if enabled else []
         _insist_on_engines(modules if enabled else (), engines)
-        self._hold = Hold(engines)
-
-    def __enter__(self) -> None:
-        self._hold.__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        self._hold.__exit__(*exception)
+        super().__init__(engines)
 
 
 def _insist_on_engines(models: Iterable[nn.Module], engines: Sequence[Engine]) -> None:

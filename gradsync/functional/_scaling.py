@@ -8,7 +8,7 @@ import torch
 from typing_extensions import TypeIs
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._gradients import known_spread
+from gradsync.functional._gradients import known_spread, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,9 +40,7 @@ class Scale:
     @classmethod
     def of(cls, scaler: GradScaler, like: torch.Tensor) -> Scale:
         """The current scale of a scaler."""
-        if scaler._scale is None:
-            scaler._lazy_init_scale_growth_tracker(like.device)
-        current = _current(scaler)
+        current = _current(scaler, like.device)
         return cls(current.clone(), (id(current), current._version))
 
     @staticmethod
@@ -64,30 +62,30 @@ class Scale:
 
     def correct(self, parameters: Iterable[nn.Parameter], scaler: GradScaler) -> None:
         """Rescale gradients from this scale to the scaler's current scale, by which it will unscale. No host wait."""
-        if scaler._scale is None:  # all of the window was scaled in another process
-            scaler._lazy_init_scale_growth_tracker(self.value.device)
-        current = _current(scaler)
+        current = _current(scaler, self.value.device)
         if self._version == (id(current), current._version):
             return
         factor = current / self.value.to(current.device)
         for parameter in parameters:
             if parameter.grad is not None:
-                gradient: Any = parameter.grad
-                local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                local = local_of(parameter.grad)
                 local.mul_(factor.to(local.device, non_blocking=True))
 
 
-def _current(scaler: GradScaler) -> torch.Tensor:
-    scale = scaler._scale  # get_scale() waits for the device
-    assert scale is not None, "made by now"
-    return scale
+def _current(scaler: GradScaler, device: torch.device) -> torch.Tensor:
+    """The scaler's scale, made on `device` where it has scaled nothing yet in this process."""
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+    assert scaler._scale is not None, "made by now"
+    return scaler._scale  # get_scale() waits for the device
 
 
 def unscale(
     scaler: GradScaler, optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter], spread: Spread | None
 ) -> None:
     """Divide the gradients by the scale, and take note of infs."""
-    _ensure_scale(scaler, parameters, spread)
+    _check_kinds(scaler, parameters, spread)
+    _current(scaler, parameters[0].device)  # a rank without a micro-batch so far has none
     for optimizer in optimizers:
         if any(one.grad is not None for group in optimizer.param_groups for one in group["params"]):
             scaler.unscale_(optimizer)  # which the scaler allows once, until an update with a gradient
@@ -110,11 +108,10 @@ def found_inf(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool | Non
     return bool(odd)
 
 
-def _ensure_scale(scaler: GradScaler, parameters: Sequence[nn.Parameter], spread: Spread | None) -> None:
-    """Make the scaler's scale, which a rank without a micro-batch so far lacks; raise if it cannot unscale all."""
-    if not known_spread(parameters, spread).keys().isdisjoint(map(id, parameters)) and not hasattr(
-        scaler, "process_group"
-    ):
+def _check_kinds(scaler: GradScaler, parameters: Sequence[nn.Parameter], spread: Spread | None) -> None:
+    """Raise if the scaler cannot unscale all of these."""
+    sharded = not known_spread(parameters, spread).keys().isdisjoint(map(id, parameters))
+    if sharded and not hasattr(scaler, "process_group"):
         raise GradSyncError(
             "Gradients that FullyShardedDataParallel has sharded need a scaler that asks all ranks whether one came "
             f"upon an inf, but the scaler is a {type(scaler).__name__}, which asks its own rank. Use "
@@ -125,5 +122,3 @@ def _ensure_scale(scaler: GradScaler, parameters: Sequence[nn.Parameter], spread
             "A GradScaler can unscale either DTensors or plain gradients, but the parameters of this update have both. "
             "Call fully_shard on the whole model, its root included, so that all of them are DTensors."
         )
-    if scaler._scale is None:
-        scaler.scale(torch.zeros((), device=parameters[0].device))

@@ -13,17 +13,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gradsync.engines import is_engine
+from gradsync.functional._owned import owned
 from gradsync.ranks.group import several_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from typing import TypeAlias
 
     from torch.optim import Optimizer
 
     Gathered: TypeAlias = Mapping[torch.Tensor, nn.Parameter]
 
-_Parameter = tuple[Any, ...]
 NOTHING: Gathered = MappingProxyType({})
 
 
@@ -35,6 +35,21 @@ class _Module(NamedTuple):
     parameters: list[int]
     children: list[int]
 
+    @classmethod
+    def of(cls, module: nn.Module, parameters: Iterable[nn.Parameter | None]) -> _Module:
+        children = map(id, module._modules.values())
+        return cls(weakref.ref(module), type(module), [*map(id, parameters)], [*children])
+
+
+class _Parameter(NamedTuple):
+    """What an engine minds of a parameter. A lazy one has no dtype, device and shape: it gets them later."""
+
+    parameter: nn.Parameter
+    dtype: Any
+    device: Any
+    shape: Any
+    trainable: bool
+
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
@@ -43,90 +58,78 @@ class Snapshot:
     It refers to parameters, not to modules, and so does not keep a model alive.
     """
 
-    models: Sequence[_Parameter]
+    parameters: Sequence[_Parameter]
     num_inside: int  # how many of these, from the first, are in a model
-    owned: Sequence[nn.Parameter]
-    owned_ids: Sequence[int]
+    trained: frozenset[int]
+    owned: Sequence[int]  # the ids of the optimizers' parameters
     roots: Sequence[int]  # the ids of the models
     modules: Sequence[_Module]  # all modules in them
-    wrappers: Sequence[int]  # places and ids of the modules that an engine is made for
+    kinds: Collection[type]  # the classes of these
+    wrappers: Sequence[tuple[int, int]]  # places and ids of the modules that an engine is made for
     emptied: Sequence[int]  # the ids of the modules whose parameters an engine has put into others
-    kinds: Mapping[type, bool]  # the classes of all modules, and whether an engine is made for each
     group: object  # the default process group
     world: object  # the default process group if it has several ranks, else None
 
     @classmethod
     def of(
         cls,
-        models: Iterable[nn.Module],
-        owned: Iterable[nn.Parameter],
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
         trained: frozenset[int],
-        before: Snapshot | None = None,
         gathered: Gathered = NOTHING,
         *,
         emptied: Collection[nn.Module] = (),
     ) -> Snapshot:
-        """The snapshot now. `before` spares looking up the same classes again.
+        """The snapshot now.
 
         `trained` has the ids of the parameters for which it matters whether they are frozen: not those of bystanders.
         `gathered` has what stands in modules in place of parameters, with these. `emptied` has the modules whose
         parameters an engine has put into others: it minds if these are others, or elsewhere.
         """
-        found: dict[nn.Parameter, None] = {}
-        roots: list[int] = []
-        modules: list[_Module] = []
-        wrappers: list[int] = []
-        hollow: list[int] = []
-        kinds: dict[type, bool] = {} if before is None else dict(before.kinds)
-        seen: dict[type, None] = {}
-        for model in models:
-            roots.append(id(model))
-            for place, module in enumerate(model.modules()):
-                kind = type(module)
-                seen[kind] = None
-                wraps = kinds.get(kind)
-                if wraps is None:
-                    wraps = kinds[kind] = is_engine(kind)
-                if wraps:
-                    wrappers += [place, id(module)]
-                if module in emptied:
-                    hollow.append(id(module))
-                parameters = tuple(_parameters_of(module, gathered))
-                inner = map(id, module._modules.values())
-                modules.append(_Module(weakref.ref(module), kind, [*map(id, parameters)], [*inner]))
-                for parameter in parameters:
-                    if parameter is not None:
-                        found[parameter] = None
-        mine = tuple(owned)
-        alike = tuple(_likeness(p, trained) for p in dict.fromkeys((*found, *mine)))
-        group = dist.group.WORLD
-        kinds = {kind: kinds[kind] for kind in seen}
+        every = [module for model in models for module in model.modules()]
+        theirs = [tuple(_parameters_of(module, gathered)) for module in every]
+        found = dict.fromkeys(one for parameters in theirs for one in parameters if one is not None)
+        mine = owned(optimizers)
         return cls(
-            models=alike,
+            parameters=[_likeness(one, trained) for one in dict.fromkeys((*found, *mine))],
             num_inside=len(found),
-            owned=mine,
-            owned_ids=[*map(id, mine)],
-            roots=roots,
-            modules=modules,
-            wrappers=wrappers,
-            emptied=hollow,
-            kinds=kinds,
-            group=group,
-            world=group if several_ranks() else None,
+            trained=trained,
+            owned=[*map(id, mine)],
+            roots=[*map(id, models)],
+            modules=[*map(_Module.of, every, theirs)],
+            kinds={*map(type, every)},
+            wrappers=[
+                (place, id(module))
+                for model in models
+                for place, module in enumerate(model.modules())
+                if is_engine(type(module))
+            ],
+            emptied=[id(module) for module in every if module in emptied],
+            group=dist.group.WORLD,
+            world=dist.group.WORLD if several_ranks() else None,
         )
 
-    def is_still(  # noqa: PLR0911 - quick: nothing is looked at after the first difference
+    def change(
         self,
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        trained: frozenset[int],
+        emptied: Callable[[], Collection[nn.Module]],
         gathered: Gathered = NOTHING,
+    ) -> str | None:
+        """What has changed since then, in words; None if nothing that matters to an engine."""
+        if self._is_still(models, optimizers, gathered):
+            return None
+        now = Snapshot.of(models, optimizers, self.trained, gathered, emptied=emptied())
+        return None if self._is_like(now) else self._difference(now)
+
+    def _is_still(  # noqa: PLR0911 - quick: nothing is looked at after the first difference
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], gathered: Gathered
     ) -> bool:
-        """Whether nothing at all has changed (quick). `is_like` ignores changes that no engine minds."""
+        """Whether nothing at all has changed (quick)."""
         if self.roots != [*map(id, models)]:
             return False
         mine = [id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]]
-        if mine != self.owned_ids or self.group is not dist.group.WORLD:
+        if mine != self.owned or self.group is not dist.group.WORLD:
             return False
         for ref, kind, parameters, children in self.modules:
             module = ref()
@@ -135,44 +138,38 @@ class Snapshot:
             found = _parameters_of(module, gathered) if gathered else module._parameters.values()
             if [*map(id, found)] != parameters or [*map(id, module._modules.values())] != children:
                 return False
-        for parameter, dtype, device, shape, trainable in self.models:
+        trained = self.trained
+        for parameter, dtype, device, shape, trainable in self.parameters:
             if parameter.dtype is not dtype or parameter.shape != shape or parameter.device != device:
                 return False
             if trainable != (parameter.requires_grad and id(parameter) in trained):
                 return False
         return True
 
-    def is_like(self, other: Snapshot) -> bool:
-        """Whether nothing has changed that matters to an engine."""
+    def _is_like(self, other: Snapshot) -> bool:
         return (
-            len(self.models) == len(other.models)
+            len(self.parameters) == len(other.parameters)
+            and all(map(_is_like, self.parameters, other.parameters))
             and self.num_inside == other.num_inside
-            and all(map(_alike, self.models, other.models))
-            and len(self.owned) == len(other.owned)
-            and all(a is b for a, b in zip(self.owned, other.owned, strict=True))
+            and self.owned == other.owned
+            and self.kinds == other.kinds
             and self.wrappers == other.wrappers
             and self.emptied == other.emptied
-            and self.kinds == other.kinds
             and self.world is other.world
         )
 
-    def changes(self, other: Snapshot) -> str:
-        """What differs in `other`, in words."""
-        mine, theirs = ({id(one[0]): one for one in snapshot.models} for snapshot in (self, other))
-        came, went = len(theirs.keys() - mine.keys()), len(mine.keys() - theirs.keys())
+    def _difference(self, other: Snapshot) -> str:
+        mine, theirs = ({id(one.parameter): one for one in snapshot.parameters} for snapshot in (self, other))
         both = [(mine[key], theirs[key]) for key in mine.keys() & theirs.keys()]
-        frozen = sum(a[4] != b[4] for a, b in both)
-        changed = sum(a[4] == b[4] and not _alike(a, b) for a, b in both)
-        told = [
-            f"{number} {words}"
-            for number, words in (
-                (came, "parameters are new"),
-                (went, "are gone"),
-                (frozen, "were frozen or unfrozen"),
-                (changed, "changed their dtype, device or shape"),
-            )
-            if number
-        ]
+        numbers = {
+            "parameters are new": len(theirs.keys() - mine.keys()),
+            "are gone": len(mine.keys() - theirs.keys()),
+            "were frozen or unfrozen": sum(a.trainable != b.trainable for a, b in both),
+            "changed their dtype, device or shape": sum(
+                a.trainable == b.trainable and not _is_like(a, b) for a, b in both
+            ),
+        }
+        told = [f"{number} {words}" for words, number in numbers.items() if number]
         if self.emptied != other.emptied:
             told.append("layers whose parameters are in flat ones were taken out, replaced or moved")
         return ", ".join(told) or "the optimizers' parameters or the wrappers are others"
@@ -191,11 +188,11 @@ def _parameters_of(module: nn.Module, gathered: Gathered) -> Collection[nn.Param
 def _likeness(parameter: nn.Parameter, trained: frozenset[int]) -> _Parameter:
     trainable = parameter.requires_grad and id(parameter) in trained
     if is_lazy(parameter):
-        return parameter, None, None, None, trainable
-    return parameter, parameter.dtype, parameter.device, parameter.shape, trainable
+        return _Parameter(parameter, None, None, None, trainable)
+    return _Parameter(parameter, parameter.dtype, parameter.device, parameter.shape, trainable)
 
 
-def _alike(one: _Parameter, other: _Parameter) -> bool:
-    if one[0] is not other[0] or one[4] != other[4]:
+def _is_like(then: _Parameter, now: _Parameter) -> bool:
+    if then.parameter is not now.parameter or then.trainable != now.trainable:
         return False
-    return one[1] is None or one[1:4] == other[1:4]  # a lazy parameter gets its shape later
+    return then.dtype is None or then[1:4] == now[1:4]

@@ -72,7 +72,7 @@ class Team:
             engines = attach(trained, mine, lambda *those: _agree(name, *those))
         held = [p for m in watching for p in m.parameters() if id(p) not in theirs]
         self._set_engines(engines, Bystanders(held, [one for one in find(watching) if one not in engines]), sync)
-        self._snapshot = Snapshot.of(models, mine, trained=self.ids, emptied=self._emptied)
+        self._snapshot = Snapshot.of(models, optimizers, self.ids, emptied=self._emptied())
         self.unowned = [p for p in self.parameters if id(p) not in ids] if optimizers else []
         self._flags = [*map(_FLAG, self.parameters)]
         self.has_sync_batchnorm = any(isinstance(m, nn.SyncBatchNorm) for model in models for m in model.modules())
@@ -116,27 +116,19 @@ class Team:
     def check(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         """Raise unless models and optimizers are as they were when the open window was opened."""
         gathered = {tensor: parameter for one in self._gathering for tensor, parameter in one.gathered.items()}
-        change = self._change(models, optimizers, gathered)
-        if change is not None:
-            raise GradSyncError(_CHANGED.format(name=name, what=change))
+        what = self._change(models, optimizers, gathered)
+        if what is not None:
+            raise GradSyncError(_CHANGED.format(name=name, what=what))
 
     def _change(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        gathered: Mapping[torch.Tensor, nn.Parameter],
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], gathered: Mapping[Any, nn.Parameter]
     ) -> str | None:
         """What is no longer as it was, in words; None if it is nothing that an engine minds."""
-        then = self._snapshot
-        if not then.is_still(models, optimizers, self.ids, gathered):
-            now = Snapshot.of(models, owned(optimizers), self.ids, then, gathered, emptied=self._emptied)
-            if not then.is_like(now):
-                return then.changes(now)
-        if not all(engine.is_wired() for engine in self.engines):
-            return "parameters were cast, though perhaps back again, or got another storage or memory format"
-        return None
+        what = self._snapshot.change(models, optimizers, self._emptied, gathered)
+        if what is None and not all(engine.is_wired() for engine in self.engines):
+            what = "parameters were cast, though perhaps back again, or got another storage or memory format"
+        return what
 
-    @property
     def _emptied(self) -> set[nn.Module]:
         return {module for engine in self._gathering for module in engine.emptied}
 

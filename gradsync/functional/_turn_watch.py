@@ -39,33 +39,34 @@ class TurnWatch:
         self._plain: PlainBackward | None = None
         self._at_ends: PlainBackward | None = None  # the hooks at the first and the last parameter, to be used again
         self._gradients = GradientWatch()
-        self._is_blind = False  # whether the engines keep gradients, where that watch does not see them
         self._older: Sequence[torch.Tensor] = ()  # for each gradient that a window began with: whether it was not zero
-        self._steps = StepWatch(run)
+        self._place: Place | None = None  # of the current turn
+        self._closing: Closing | None = None  # of the window, once it has synchronised
+        watch_steps(self)
 
     def begin(self, place: Place) -> None:
         """A turn begins."""
-        self._steps.place, self._steps.closing = place, None
+        self._place, self._closing = place, None
+        team = self._run.fitting_team()
         if not place.index:
-            team = self._run.fitting_team()
             insist_on_none_inside(team)
             if team is not self._gradients.team:
                 self._gradients.watch(team)
-                self._at_ends, self._is_blind = None, team.holds_inside
+                self._at_ends = None
             self._gradients.remember()
         if not self.is_explicit or place.window < _NUM_LOOKED_AT:
-            self._plain = self._everywhere().watch()
-        elif self._is_blind:
-            self._plain = self._somewhere().watch()
+            self._watch_everywhere()
+        elif team.holds_inside:
+            self._watch_ends()
 
     def end(self) -> None:
         """A turn ends."""
-        self._steps.place = None
+        self._place = None
         self._stop()
 
     def end_loop(self) -> None:
         """Called after the last turn. What refers to the models goes now, and waits for no garbage collection."""
-        self._steps.remove()
+        unwatch_steps(self)
         self._came, self._at_ends, self._gradients = bool, None, GradientWatch()
 
     @property
@@ -95,7 +96,7 @@ class TurnWatch:
 
     def note(self, closing: Closing | None) -> None:
         """The window has synchronised."""
-        self._steps.closing = closing
+        self._closing = closing
 
     def after_backward(self, place: Place, closing: Closing | None) -> None:
         """That backward has ended."""
@@ -109,29 +110,50 @@ class TurnWatch:
                 "need a sync_every of their own."
             )
         if place.window < _NUM_LOOKED_AT:
-            self._plain = self._everywhere().watch()
-        elif closing is not None or self._is_blind:
-            self._plain = self._somewhere().watch()
+            self._watch_everywhere()
+        elif closing is not None or self._run.fitting_team().holds_inside:
+            self._watch_ends()
+
+    def __call__(self, optimizer: Any) -> None:
+        """An optimizer is about to step: an error on a held micro-step, and with gradients that are not exact."""
+        if self._place is None:
+            return
+        team, stepped = self._run.fitting_team(), owned([optimizer])
+        if team.ids.isdisjoint(map(id, stepped)):
+            return
+        if self._closing is None:
+            self._run.insist_on_same(self._place)  # what was unfrozen in the body has had no backward of the window's
+            where = "before the backward of the last one" if self._place.last else "on one that is held"
+            raise GradSyncError(
+                "An optimizer may step on the last micro-step of a window only, behind its backward, where the "
+                f"gradients are synchronised, but optimizer.step() came {where}. Write behind the backward: if "
+                "step.last: optimizer.step(); optimizer.zero_grad()."
+            )
+        left = [one for one in stepped if id(one) not in team.ids and one.grad is not None]
+        if left and (team.num_ranks > 1 or self._closing.factor not in {None, 1.0}):
+            _insist_on_models(left)
+        if not self._run.is_plain:
+            mark(stepped)
 
     def _stop(self) -> None:
         if self._plain is not None:
             self._plain.stop()
             self._plain = None
 
-    def _everywhere(self) -> PlainBackward:
+    def _watch_everywhere(self) -> None:
         team = self._run.fitting_team()
         # With FSDP2 gradients arrive also at parameters themselves: of a loss that no forward has led to.
         leaves = dict.fromkeys((*team.leaves, *team.watchable)) if self.is_explicit else team.leaves
-        return PlainBackward(leaves, self._came, team.swapped)
+        self._plain = PlainBackward(leaves, self._came, team.swapped).watch()
 
-    def _somewhere(self) -> PlainBackward:
-        if self._at_ends is not None:
-            return self._at_ends
-        team = self._run.fitting_team()
-        leaves = dict.fromkeys((*_ends(team.leaves), *_ends(team.watchable)))
-        at_ends = PlainBackward(leaves, self._came, team.swapped)
-        self._at_ends = None if self._is_blind else at_ends
-        return at_ends
+    def _watch_ends(self) -> None:
+        at_ends = self._at_ends
+        if at_ends is None:
+            team = self._run.fitting_team()
+            leaves = dict.fromkeys((*_ends(team.leaves), *_ends(team.watchable)))
+            at_ends = PlainBackward(leaves, self._came, team.swapped)
+            self._at_ends = None if team.holds_inside else at_ends
+        self._plain = at_ends.watch()
 
 
 def _ends(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -151,48 +173,14 @@ def mixed(place: Place) -> GradSyncError:
     )
 
 
-class StepWatch:
-    """Makes wrong steps of optimizers errors: steps on a held micro-step, and of gradients that are not exact."""
-
-    def __init__(self, run: Run) -> None:
-        self.place: Place | None = None  # of the current turn
-        self.closing: Closing | None = None  # of the window, once it has synchronised
-        self._run = run
-        watch_steps(self)
-
-    def remove(self) -> None:
-        """Watch no longer."""
-        unwatch_steps(self)
-
-    def __call__(self, optimizer: Any) -> None:
-        """An optimizer is about to step."""
-        if self.place is None:
-            return
-        team, stepped = self._run.fitting_team(), owned([optimizer])
-        if team.ids.isdisjoint(map(id, stepped)):
-            return
-        if self.closing is None:
-            self._run.insist_on_same(self.place)  # what was unfrozen in the body has had no backward of the window's
-            where = "before the backward of the last one" if self.place.last else "on one that is held"
-            raise GradSyncError(
-                "An optimizer may step on the last micro-step of a window only, behind its backward, where the "
-                f"gradients are synchronised, but optimizer.step() came {where}. Write behind the backward: if "
-                "step.last: optimizer.step(); optimizer.zero_grad()."
-            )
-        left = [one for one in stepped if id(one) not in team.ids and one.grad is not None]
-        if left and (team.num_ranks > 1 or self.closing.factor not in {None, 1.0}):
-            self._insist_on_models(left)
-        if not self._run.is_plain:
-            mark(stepped)
-
-    def _insist_on_models(self, left: Sequence[nn.Parameter]) -> None:
-        """Raise unless these parameters are those of a loop that is zipped with this one."""
-        others = [run.window.team.ids for run in OPEN if run.window is not None]
-        left = [one for one in left if not any(id(one) in ids for ids in others)]
-        if left:
-            raise GradSyncError(
-                f"An optimizer must step parameters of the models of sync_every only, which are synchronised and "
-                f"normalised together, but it steps {len(left)} others that have a gradient, of shape "
-                f"{', '.join(str(list(one.shape)) for one in left[:3])}. Pass all models: sync_every([model, other], "
-                "...). Put a parameter of no module into one: nn.ParameterList([parameter])."
-            )
+def _insist_on_models(left: Sequence[nn.Parameter]) -> None:
+    """Raise unless these parameters are those of a loop that is zipped with this one."""
+    others = [run.window.team.ids for run in OPEN if run.window is not None]
+    left = [one for one in left if not any(id(one) in ids for ids in others)]
+    if left:
+        raise GradSyncError(
+            f"An optimizer must step parameters of the models of sync_every only, which are synchronised and "
+            f"normalised together, but it steps {len(left)} others that have a gradient, of shape "
+            f"{', '.join(str(list(one.shape)) for one in left[:3])}. Pass all models: sync_every([model, other], "
+            "...). Put a parameter of no module into one: nn.ParameterList([parameter])."
+        )

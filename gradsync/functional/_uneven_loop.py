@@ -11,7 +11,7 @@ from gradsync._errors import GradSyncError
 from gradsync._frames import driver_of, is_running
 from gradsync._state import LOOPS
 from gradsync.functional._exchange import Exchange, alike
-from gradsync.functional._items_left import Data
+from gradsync.functional._items import Data
 from gradsync.functional._lockstep import Lockstep, StandIn
 from gradsync.functional._loop_checks import (
     check_lengths,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from gradsync.functional._ranges import named_range
 from gradsync.functional._scaling import found_inf, is_scaling, unscale
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch.amp import GradScaler
     from torch.optim import Optimizer
@@ -90,39 +92,30 @@ def move(schedulers: Iterable[Any], optimizers: Sequence[Optimizer]) -> None:
         if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             scheduler.step()
             continue
-        with _Unstepped(scheduler, optimizers):
-            _move_other(scheduler)
+        with _no_step_by(scheduler, optimizers):
+            if counts_updates(scheduler):
+                updates = scheduler.__dict__.get("_gradsync_updates", 0) + 1
+                scheduler.__dict__["_gradsync_updates"] = updates
+                scheduler.step_update(updates)
+            else:
+                scheduler.step()
 
 
-def _move_other(scheduler: Any) -> None:
-    if counts_updates(scheduler):
-        updates = scheduler.__dict__.get("_gradsync_updates", 0) + 1
-        scheduler.__dict__["_gradsync_updates"] = updates
-        scheduler.step_update(updates)
-    else:
-        scheduler.step()
+@contextmanager
+def _no_step_by(scheduler: object, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """These optimizers have stepped: a second step inside is an error."""
 
-
-class _Unstepped:
-    """Context manager: these optimizers have stepped; a second step, by a scheduler, is an error."""
-
-    def __init__(self, scheduler: object, optimizers: Sequence[Optimizer]) -> None:
-        self._name = type(scheduler).__name__
-        self._optimizers = optimizers
-
-    def __enter__(self) -> None:
-        self._handles = [bare_optimizer(one).register_step_pre_hook(self._refuse) for one in self._optimizers]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _refuse(self, *_: object) -> None:
+    def refuse(*_: object) -> None:
         raise GradSyncError(
             f"A scheduler's step() sets learning rates, and the boundary has stepped the optimizer before it, but that "
-            f"of {self._name} steps the optimizer once more. Leave that out of it, or use gradsync.sync_every, where "
-            "the update is yours."
+            f"of {type(scheduler).__name__} steps the optimizer once more. Leave that out of it, or use "
+            "gradsync.sync_every, where the update is yours."
         )
+
+    with ExitStack() as stack:
+        for optimizer in map(bare_optimizer, optimizers):
+            stack.callback(optimizer.register_step_pre_hook(refuse).remove)
+        yield
 
 
 def zero(optimizers: Iterable[Optimizer]) -> None:
@@ -174,9 +167,8 @@ def _needed(one: Any) -> str | None:
     """The name of the first argument of `step` without a default."""
     kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
     # That of the class: a scheduler of torch's puts a wrapper on its optimizer.
-    method = getattr(type(one), "step", None)
-    parameters = list(inspect.signature(one.step if method is None else method).parameters.values())
-    parameters = parameters if method is None else parameters[1:]
+    step = MethodType(type(one).step, one) if hasattr(type(one), "step") else one.step
+    parameters = inspect.signature(step).parameters.values()
     return next((p.name for p in parameters if p.default is p.empty and p.kind in kinds), None)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gradsync.ranks.group import timeout_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 Row = list["float | torch.Tensor"]
 
@@ -25,32 +25,23 @@ _BEFORE_THE_WATCHDOG = 0.9  # of the group's time-out: after it, nccl's watchdog
 class Line:
     """Exchanges tables between the ranks of one group."""
 
-    __slots__ = ("_device", "_group", "_is_slow", "_stream")
+    __slots__ = ("_device", "_group", "_is_slow", "_stream", "num_ranks", "rank")
 
     def __init__(self, group: dist.ProcessGroup | None, parameters: Sequence[torch.Tensor]) -> None:
         self._group = None if group is None or group.size() == 1 else group
+        self.num_ranks, self.rank = (1, 0) if self._group is None else (self._group.size(), self._group.rank())
         self._device = torch.device("cpu") if self._group is None else device_of(self._group, parameters)
         self._is_slow = self._device.type != "cpu"  # whether the host runs ahead of the device
         self._stream: Any = None
 
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks in the group."""
-        return 1 if self._group is None else self._group.size()
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the group."""
-        return 0 if self._group is None else self._group.rank()
-
     def send(self, row: Row) -> Sent:
         """Send this rank's row, without waiting. Collective: every rank sends a row of the same length."""
         if self._group is None:
-            return Sent([[number if isinstance(number, float) else float(number) for number in row]])
+            return Sent(self._table(row))
         table = self._table(row)
         work: Any = dist.all_reduce(table, group=self._group, async_op=True)
         if not self._is_slow:
-            return Sent(table, work)
+            return Sent(table, work.wait)
         if self._stream is None:
             self._stream = torch.Stream(self._device)
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
@@ -60,7 +51,7 @@ class Line:
             host.copy_(table, non_blocking=True)
             table.record_stream(self._stream)
         limit = _BEFORE_THE_WATCHDOG * timeout_of(self._group)
-        return Sent(host, arrival=Arrival(self._stream.record_event(), limit))
+        return Sent(host, Arrival(self._stream.record_event(), limit).wait)
 
     def _table(self, row: Row) -> torch.Tensor:
         """A table of zeros with this rank's row."""
@@ -78,26 +69,20 @@ class Line:
 class Sent:
     """A table that was sent."""
 
-    __slots__ = ("_arrival", "_table", "_work")
+    __slots__ = ("_rows", "_table", "_wait")
 
-    def __init__(
-        self, table: list[list[float]] | torch.Tensor, work: Any = None, arrival: Arrival | None = None
-    ) -> None:
+    def __init__(self, table: torch.Tensor, wait: Callable[[], object] = bool) -> None:
+        """The table is complete after `wait()`."""
         self._table = table
-        self._work = work
-        self._arrival = arrival
+        self._wait = wait
+        self._rows: list[list[float]] | None = None
 
     def rows(self) -> list[list[float]]:
         """Wait for the table; returns the rows in the order of ranks."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        if self._arrival is not None:
-            self._arrival.wait()
-            self._arrival = None
-        if isinstance(self._table, torch.Tensor):
-            self._table = self._table.tolist()
-        return self._table
+        if self._rows is None:
+            self._wait()
+            self._rows = self._table.tolist()
+        return self._rows
 
 
 class Arrival:

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
-from gradsync.ranks.group import timeout_of
+from gradsync.ranks.group import several_ranks, timeout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from typing import TypeAlias
+
+    _Said: TypeAlias = "list[tuple[str, Any]]"
+    """By rank: the topic that it came to, and its words; None in place of words from a rank that has nothing."""
 
 T = TypeVar("T")
 
@@ -30,7 +34,8 @@ def meet(group: dist.ProcessGroup | None, topic: str, saying: Mapping[str, Any])
     """
     if group is None or group.size() == 1:
         return [dict(saying)]
-    said = at_the_store(group, topic, lambda: _exchange_words(group, topic, dict(saying)))
+    said = _at_the_store(group, topic, lambda: _exchange_words(group, topic, dict(saying)))
+    _insist_on_items(_empty(said))
     if any(other != topic for other, _ in said):
         raise GradSyncError(
             "All ranks must do the same thing at the same time, but they are at different places: "
@@ -86,34 +91,48 @@ def ranks_where(flags: Iterable[bool]) -> str:
 def nothing_here(topic: str) -> None:
     """This rank has made no call and knows no models. Fine if that is so on every rank; else an error on all ranks.
 
-    This rank says so in the default group's store, where ranks that wait for it in `meet` look. If there are groups of
-    some of the ranks, the model may be on any of them, and this rank cannot know whom to wait for: then it raises at
-    once.
+    It meets the others in the default group; ranks that wait in another group for this one look there. If there are
+    groups of some of the ranks, the model may be on any of them, and this rank cannot know whom to wait for: then it
+    raises at once.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not several_ranks():
         return
-    group = dist.group.WORLD
-    assert group is not None, "initialised"
-    if any(1 < one.size() < group.size() for one in dist.distributed_c10d._world.pg_map):
-        at_the_store(group, topic, lambda: group.get_group_store().set(_left_empty(group.rank()), topic))
-        where = f"when it came to {topic}, and in which of the process groups its models are is not known either"
-        raise GradSyncError(_EMPTY.format(where=where, ranks=group.rank()))
-    if not at_the_store(group, topic, lambda: _everybody_is_empty(group)):
-        raise GradSyncError(_EMPTY.format(where=f"when it came to {topic}", ranks=group.rank()))
+    world = _world()
+    if any(1 < one.size() < world.size() for one in dist.distributed_c10d._world.pg_map):
+        where = f"{topic}, and in which of the process groups its models are is not known either"
+        _at_the_store(world, topic, lambda: world.get_group_store().set(_left_empty(world.rank()), where))
+        _insist_on_items({world.rank(): where})
+    empty = _empty(_at_the_store(world, topic, lambda: _exchange_words(world, topic, None)))
+    if len(empty) < world.size():
+        _insist_on_items(empty)
 
 
-_EMPTY = (
-    "Every rank needs an item where the models are not known before the first call, but rank {ranks} had none "
-    "{where}. Name them: accumulating(..., model=..., optimizer=...), or give each rank an item."
-)
+def _empty(said: _Said) -> dict[int, str]:
+    """The ranks that came without words, and to which topic: they have no item, and know no models."""
+    return {rank: topic for rank, (topic, words) in enumerate(said) if words is None}
+
+
+def _insist_on_items(empty: Mapping[int, str]) -> None:
+    """Raise on every rank if these ranks had nothing when they came to these topics."""
+    if empty:
+        raise GradSyncError(
+            "Every rank needs an item where the models are not known before the first call, but rank "
+            f"{', '.join(map(str, empty))} had none when it came to {next(iter(empty.values()))}. Name them: "
+            "accumulating(..., model=..., optimizer=...), or give each rank an item."
+        )
 
 
 def _left_empty(rank: int) -> str:
-    """The key that says that a rank had no item and left with an error; deleted when it meets others again."""
+    """The key of where a rank had no item and left with an error; empty once it meets others again."""
     return f"gradsync/left empty/{rank}"
 
 
-def at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) -> T:
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None, "initialised"
+    return dist.group.WORLD
+
+
+def _at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) -> T:
     """Call `talk`; returns what it returns, or raises soon after the group's time-out at the latest.
 
     `talk` runs in a thread: if a link is cut, no operation of a TCPStore ever returns, whatever its own time-out is
@@ -142,62 +161,21 @@ def at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) ->
         ) from error
 
 
-def _exchange_words(group: dist.ProcessGroup, topic: str, saying: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def _exchange_words(group: dist.ProcessGroup, topic: str, saying: dict[str, Any] | None) -> _Said:
     store: Any = group.get_group_store()
     rank = group.rank()
-    _world_store().delete_key(_left_empty(dist.get_rank()))
+    _world().get_group_store().set(_left_empty(dist.get_rank()), "")
     number = store.add(f"gradsync/{rank}", 1)
-    store.set(f"gradsync/{number}/{rank}", json.dumps([topic, saying]))
     keys = [f"gradsync/{number}/{other}" for other in range(group.size())]
-    wait_for(store, keys, group, topic)
+    store.set(keys[rank], json.dumps([topic, saying]))
+    _wait_for(store, keys, group, topic)
     said = [json.loads(one) for one in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
     if number > 1:
         store.delete_key(f"gradsync/{number - 1}/{rank}")  # all are here, so all have read the one before
     return said
 
 
-def _everybody_is_empty(group: dist.ProcessGroup) -> bool:
-    store, rank = group.get_group_store(), group.rank()
-    mine = store.add(f"gradsync/empty/{rank}", 1)
-    limit = time.monotonic() + timeout_of(group)
-    while time.monotonic() < limit:
-        everybody = all(store.add(f"gradsync/empty/{other}", 0) >= mine for other in range(group.size()))
-        if (
-            store.add(f"gradsync/needed/{rank}", 0) >= mine
-        ):  # the rank that sets it does so before it counts itself as empty
-            store.add(f"gradsync/{rank}", 1)  # the meeting that this rank missed
-            return False
-        if everybody:
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def _world_store() -> Any:
-    world = dist.group.WORLD
-    assert world is not None, "initialised"
-    return world.get_group_store()
-
-
-def _refuse_empty(group: dist.ProcessGroup, missing: Sequence[int], topic: str) -> None:
-    """Raise if a missing rank said that it has no item and knows no models, and tell that rank to raise."""
-    world = dist.group.WORLD
-    assert world is not None, "initialised"
-    store = _world_store()
-    missing = [dist.get_global_rank(group, rank) for rank in missing]
-    left = [rank for rank in missing if store.check([_left_empty(rank)])]
-    if left:
-        raise GradSyncError(_EMPTY.format(where=f"when this one came to {topic}", ranks=", ".join(map(str, left))))
-    before = store.add(f"gradsync/empty/{world.rank()}", 0)  # how often all ranks were empty, this rank included
-    empty = [rank for rank in missing if store.add(f"gradsync/empty/{rank}", 0) > before]
-    if empty:
-        for rank in empty:
-            store.set(f"gradsync/needed/{rank}", str(before + 1))
-        store.add(f"gradsync/empty/{world.rank()}", 1)  # so that the ranks' counts stay equal, should they go on
-        raise GradSyncError(_EMPTY.format(where=f"when this one came to {topic}", ranks=", ".join(map(str, empty))))
-
-
-def wait_for(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: str) -> None:
+def _wait_for(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: str) -> None:
     """Return when all `keys` are set, one by each rank.
 
     It looks repeatedly, at growing intervals, because torch prints a warning for each `wait` that times out.
@@ -208,7 +186,12 @@ def wait_for(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: s
         over = waited > limit
         if over or waited > looks_at_empty:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            _refuse_empty(group, missing, topic)
+            try:
+                _look_for_empty(group, missing, topic)
+            except GradSyncError:
+                store.add(f"gradsync/{group.rank()}", -1)  # not a meeting: those that were missing have not counted it
+                store.delete_key(keys[group.rank()])
+                raise
             looks_at_empty += 1.0
             if over and missing:
                 raise GradSyncError(
@@ -217,3 +200,16 @@ def wait_for(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: s
                     "micro-batches. Leave a loop on all ranks together, and let .over(...) hold what differs in number."
                 )
         time.sleep(min(max(waited / 16, 5e-5), 0.2))
+
+
+def _look_for_empty(group: dist.ProcessGroup, missing: Sequence[int], topic: str) -> None:
+    """Raise if a missing rank has no item and knows no models: it has left, or waits in the default group."""
+    world = _world()
+    store: Any = world.get_group_store()
+    missing = [dist.get_global_rank(group, rank) for rank in missing]
+    left = {rank: store.get(key).decode() for rank in missing if store.check([key := _left_empty(rank)])}
+    _insist_on_items({rank: where for rank, where in left.items() if where})
+    next_there = store.add(f"gradsync/{world.rank()}", 0) + 1
+    keys = [key for rank in missing if store.check([key := f"gradsync/{next_there}/{rank}"])]
+    if any(json.loads(store.get(key))[1] is None for key in keys):
+        _insist_on_items(_empty(_exchange_words(world, topic, {})))  # so that it hears of this one

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -148,6 +150,39 @@ def test_a_sub_group_waits_for_nobody_outside(ranks):
     said = ranks(3).run(empty_sub_group, False, [2, 0], False, limit=20)
     assert all("rank 1 had none" in text for text in said[:2]), said
     ranks(3).stop()  # its groups stay, and with them no rank without items can know whom to wait for
+
+
+def an_empty_rank_goes_on(of_all: bool) -> list[str]:
+    """Rank 1 has no item at first. The model is on another group than the default group."""
+    group, rank = dist.new_group([0, 1]), dist.get_rank()
+    if not of_all and rank == 2:
+        return []
+    model = small_model()
+    home = DDP(model, process_group=group)
+    optimizer = Recorder(model.parameters())
+    step = accumulating(steps=2)(lambda home, optimizer, x: mean_loss(home, x))
+    said = []
+    for lengths in ([1, 0], [2, 0], [2, 3]):
+        try:
+            for x in step.over([micro_batch(rank, i) for i in range(lengths[rank])]):
+                step(home, optimizer, x)
+        except gradsync.GradSyncError as error:
+            said.append(str(error))
+            if not of_all:
+                time.sleep(3)  # this rank raises at once, the other one when it looks
+    expected, _ = train(small_model(), [[(0, 0), (0, 1), (1, 0), (1, 1)], [(1, 2)]], window_mean)
+    assert_equal_updates(optimizer.seen, expected)
+    return said
+
+
+@pytest.mark.parametrize("of_all", [True, False])
+def test_ranks_go_on_after_that_error(ranks, of_all):
+    """On any group: what was no meeting is counted by no rank."""
+    many = ranks(2 if of_all else 3)
+    for said in many.run(an_empty_rank_goes_on, of_all, limit=30)[:2]:
+        assert len(said) == 2 and all("rank 1 had none when" in text for text in said), said
+    if not of_all:
+        many.stop()
 
 
 def flushing_an_empty_rank(wrap: str) -> None:
