@@ -125,12 +125,7 @@ def load(windows: Windows, state: Mapping[str, Any]) -> None:
     """Load a state that fits. It does not communicate."""
     run, names = windows.run, names_of(windows)
     team = run.fitting_team()
-    windows.begin_anew()
-    record = windows.record
-    record.num_steps, record.num_updates, record.num_skipped, record.num_replays = (
-        state[name] for name in ("micro_steps", "updates", "skipped", "replays")
-    )
-    run.go_on_from(state["window"], state["dropped"])
+    windows.begin_anew(progress_in(state))
     if state["index"]:
         window = run.open(team)
         window.load(state["open"], state["index"])

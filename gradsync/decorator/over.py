@@ -62,7 +62,7 @@ class Over(Generic[T]):
                     _settle(registries)
                 else:
                     for windows in _of_this_thread(registries):
-                        windows.go_back()
+                        windows.updater.go_back()
                 raise
             for run, place in _rest(loop, registries):
                 windows = next(one for registry in registries if (one := registry.windows_of(run)) is not None)

@@ -8,24 +8,35 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gradsync._errors import GradSyncError
 from gradsync._state import TRAVELLING
 from gradsync._step_hook import stepping
 from gradsync.decorator.compressed import Compressed, travels_of
-from gradsync.functional import Transport, bare_optimizer, factor_of_update, window_size
-from gradsync.overlap import check_ddp, check_optimizers, check_scaler, depart, go_back, landing, step_ahead
+from gradsync.decorator.updater import Updater
+from gradsync.functional import Transport, bare_optimizer, factor_of_update, refuse_nonfinite, window_size
+from gradsync.overlap import (
+    check_compress,
+    check_ddp,
+    check_optimizers,
+    check_scaler,
+    depart,
+    go_back,
+    landing,
+    step_ahead,
+)
 from gradsync.ranks.lost import WaitingFor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from gradsync.decorator.updater import Updater
+    from gradsync.decorator.body_watch import BodyWatch
+    from gradsync.decorator.record import Record
+    from gradsync.decorator.settings import Settings
     from gradsync.functional import Closing, Place, Run, Team, Window
     from gradsync.overlap import Flight, InFlight
     from gradsync.overlap.saved import Saved
@@ -43,19 +54,19 @@ class _Leg:
     team: Team
     factor: float  # of the engines' average
     closing: Closing
-    in_flight: InFlight | None = None  # None until it has departed
+    in_flight: InFlight = field(init=False)  # once it has departed
 
 
-class Overlapped(Transport):
+class Overlapped(Updater, Transport):
     """The windows of one call between their boundary and their update."""
 
     closes_before = True
 
-    def __init__(self, updater: Updater, dtype: torch.dtype | None) -> None:
-        """Gradients travel in `dtype`; None: in their own."""
-        self._updater = weakref.ref(updater)  # its run has this object as its transport
-        self._num_beside = updater.settings.overlap  # micro-batches that run while gradients travel
-        self._dtype = dtype
+    def __init__(self, run: Run, settings: Settings, record: Record, watch: BodyWatch) -> None:
+        super().__init__(run, settings, record, watch)
+        run.transport = weakref.proxy(self)  # not the object, which holds the run: a circle would not be freed at once
+        self._num_beside = settings.overlap  # micro-batches that run while gradients travel
+        self._dtype = check_compress(settings.compress)  # in which they travel; None: in their own
         self._flights: Sequence[Flight] = ()  # of the window that closes
         self._ddps: Sequence[DistributedDataParallel] = ()
         self._legs: list[_Leg] = []  # oldest first
@@ -67,18 +78,13 @@ class Overlapped(Transport):
     # -- what others ask ----------------------------------------------------------------------------------------------
 
     @property
-    def run(self) -> Run:
-        """The run of these windows."""
-        return self._its_updater.run
-
-    @property
     def ids(self) -> frozenset[int]:
         """The ids of the parameters that gradients travel to."""
         legs = [*self._legs, self._departing] if self._departing is not None else self._legs
         return frozenset().union(*(leg.team.ids for leg in legs))
 
     @property
-    def is_travelling(self) -> bool:
+    def _is_travelling(self) -> bool:
         """Whether an update is still to be made."""
         return bool(self._legs) or self._departing is not None
 
@@ -86,7 +92,7 @@ class Overlapped(Transport):
         """Raise on every rank if gradients cannot travel. Asked when a window opens."""
         if team.num_ranks == 1:
             return
-        check_scaler(self._its_updater.scaler)
+        check_scaler(self.scaler)
         if team is self._checked:
             return
         check_optimizers(self.run.who.optimizers)
@@ -160,22 +166,23 @@ class Overlapped(Transport):
 
     def close(self, closing: Closing) -> None:
         """The gradients of the window have departed: land earlier ones, and make a provisional update."""
-        updater = self._its_updater
-        window = updater.run.window
-        assert window is not None, "it is closed here"
-        team = window.team
-        factor = factor_of_update(updater.settings.tail, closing)
+        team = self.run.fitting_team()
+        if team.num_ranks == 1:
+            super().close(closing)
+            return
+        self.record.note_held()
+        factor = factor_of_update(self.settings.tail, closing)
         if factor is None:
             self._drop()
             team.drop_gradients()
-            updater.end_window()
+            self.end_window()
             self._land()
-            updater.record.note_skipped(closing)
+            self.record.note_skipped(closing)
             return
         self._departing = _Leg(self._flights, self._ddps, team, factor, closing)
         self._flights, self._ddps = (), ()
         TRAVELLING.add(self)
-        updater.end_window()
+        self.end_window()
         try:
             self._land()
         except BaseException:
@@ -194,25 +201,26 @@ class Overlapped(Transport):
         """After an exception: put the last true parameters back, without waiting. What travels lands later."""
         self._drop()
         for leg in self._legs:
-            assert leg.in_flight is not None, "it has departed"
             leg.in_flight = go_back(leg.in_flight)
         self._has_gone_back = bool(self._legs)
 
-    def abandon(self) -> None:
-        """The function or the program ends: keep the last true parameters."""
+    def abandon(self) -> bool:
+        """The function or the program ends: keep the last true parameters. Returns whether an update was to be made."""
+        if not self._is_travelling:
+            return False
         self.go_back()
         for leg in self._legs:
-            assert leg.in_flight is not None, "it has departed"
             leg.in_flight.watch.end()
             _count(leg.ddps, -1)
         self._legs.clear()
         TRAVELLING.discard(self)
+        return True
 
     def _depart(self, *, ahead: bool) -> None:
-        updater, leg = self._its_updater, self._departing
+        leg, who = self._departing, self.run.who
         if leg is None:
             return
-        who, self._departing = updater.run.who, None
+        self._departing = None
         optimizers = [bare_optimizer(one) for one in who.optimizers]
         in_flight = replace(depart(leg.flights, optimizers, who.models, self.settle), spare=self._memory)
         self._memory, leg.in_flight = None, in_flight
@@ -222,16 +230,14 @@ class Overlapped(Transport):
             leg.in_flight = step_ahead(
                 in_flight,
                 factor=leg.closing.own_factor if ahead else None,
-                clip_norm=updater.settings.clip_norm,
-                nonfinite=updater.settings.nonfinite,
+                clip_norm=self.settings.clip_norm,
+                nonfinite=self.settings.nonfinite,
             )
 
     def _land(self) -> None:
         while self._legs:
             leg = self._legs[0]
-            in_flight = leg.in_flight
-            assert in_flight is not None, "it has departed"
-            updater, arrived = self._its_updater, False
+            in_flight, arrived = leg.in_flight, False
             try:
                 with WaitingFor(self.run.what):
                     failures = leg.closing.failures
@@ -239,11 +245,9 @@ class Overlapped(Transport):
                 with landing(in_flight), stepping():
                     arrived = True
                     self._arrived(leg)
-                    made = None if failed else updater.step(leg.team, leg.factor)
+                    made = None if failed else self.step(leg.team, leg.factor, leg.closing)
             except BaseException:
-                if arrived:
-                    updater.note_failed(leg.closing)
-                else:
+                if not arrived:
                     self.go_back()
                 raise
             finally:
@@ -252,29 +256,23 @@ class Overlapped(Transport):
             saved = in_flight.saved or in_flight.spare
             self._memory = None if saved is None else saved.emptied()
             for later in self._legs:
-                assert later.in_flight is not None, "it has departed"
                 later.in_flight.watch.note()
             if made is None:
-                updater.record.note_skipped(leg.closing)
+                self.record.note_skipped(leg.closing)
             else:
-                updater.note_landed(made, leg.closing)
+                refuse_nonfinite(made, self.settings.nonfinite)
+                self.record.tell()
 
     def _arrived(self, leg: _Leg) -> None:
         self._legs.remove(leg)
         self._has_gone_back = bool(self._legs)
-        if not self.is_travelling:
+        if not self._is_travelling:
             TRAVELLING.discard(self)
 
     def _drop(self) -> None:
         if self._ddps:
             _count(self._ddps, -1)
         self._flights, self._ddps = (), ()
-
-    @property
-    def _its_updater(self) -> Updater:
-        updater = self._updater()
-        assert updater is not None, "their call has this"
-        return updater
 
 
 def _count(ddps: Sequence[DistributedDataParallel], more: int) -> None:

@@ -21,22 +21,24 @@ class Record:
         self._on_update = on_update
         self._instance = instance
         self.is_telling = False  # whether `on_update` runs
-        self.size = 0  # of the last window
-        self.parts = 1  # with `fit`: the number of parts of the last call
-        self.rows: int | None = None  # and the rows of the largest part
-        self.begin_anew()
+        self._is_told = False  # whether it has run for the last update
+        self.go_on_from(Progress())
 
-    def begin_anew(self) -> None:
-        """Go back to before the first call."""
-        self.num_steps = self.num_updates = self.num_skipped = self.num_replays = 0
+    def go_on_from(self, progress: Progress) -> None:
+        """Count on from these numbers."""
+        self.num_steps, self.num_replays = progress.micro_steps, progress.replays
+        self.num_updates, self.num_skipped = progress.updates, progress.skipped
+        self.size = progress.size  # of the last window
+        self.parts, self.rows = progress.parts, progress.rows  # with `fit`: of the last call
         self._made = NO_UPDATE
         self._closing: Closing | None = None
+        self._run.go_on_from(progress.window, progress.dropped)
 
     def note(self, made: Update, closing: Closing) -> None:
         """A window has closed, with the update `made`."""
         self.num_updates += made.stepped
         self.num_skipped += not made.stepped
-        self._made, self._closing = made, closing
+        self._made, self._closing, self._is_told = made, closing, False
 
     def note_skipped(self, closing: Closing) -> None:
         """A window has closed without an update. With `overlap`, an earlier window may update in the same call."""
@@ -47,6 +49,11 @@ class Record:
         """The current call has made no update so far."""
         if self._made.stepped:
             self._made = self._made._replace(stepped=False)
+
+    def note_size(self) -> None:
+        """Keep the size of the open window, which is about to end."""
+        if self._run.window is not None:
+            self.size = self._run.window.size
 
     @property
     def progress(self) -> Progress:
@@ -69,11 +76,11 @@ class Record:
         )
 
     def tell(self) -> None:
-        """Call the user's `on_update`, if the last call made an update."""
-        if self._on_update is None or not self._made.stepped:
+        """Call the user's `on_update`, once for an update of the last call."""
+        if self._on_update is None or self._is_told or not self._made.stepped:
             return
         instance = self._instance()
-        self.is_telling = True
+        self.is_telling = self._is_told = True
         try:
             self._on_update(*(() if instance is None else (instance,)), self.progress)
         finally:

@@ -128,7 +128,7 @@ class Registry:
     def settle(self) -> None:
         """Wait for what travels in this thread's windows, and make the updates."""
         for windows in self.of_this_thread():
-            windows.settle()
+            windows.updater.settle()
 
     def reset(self) -> None:
         """Discard all open windows."""
@@ -148,7 +148,7 @@ class Registry:
         """The states of all windows, in the order of their first call, and the number of the last called."""
         every = [*self._every]
         for windows in every:
-            windows.settle()
+            windows.updater.settle()
         latest = next((place for place, one in enumerate(every) if one is self._latest), None)
         return {
             "version": VERSION,
@@ -164,7 +164,7 @@ class Registry:
         self._insist_on_rest("load_state_dict()")
         states, every = windows_in(state), [*self._every]
         for windows in every:
-            windows.settle()
+            windows.updater.settle()
         known = [*zip(every, states, strict=False)]
         for windows, one in known:
             check(windows, one)
@@ -172,7 +172,7 @@ class Registry:
             check_steps_of(one, self.name, self.settings.steps)
         self._orphaned.forget()
         for windows in every:
-            windows.begin_anew()
+            windows.begin_anew(Progress())
         for windows, one in known:
             load(windows, one)
         latest = state["latest"]
@@ -197,9 +197,8 @@ class Registry:
             self._warn_if_open(windows)  # which may raise, where warnings are errors
 
     def _warn_if_open(self, windows: Windows) -> None:
-        run, ahead = windows.run, windows.ahead
-        if ahead is not None and ahead.is_travelling:
-            ahead.abandon()
+        run = windows.run
+        if windows.updater.abandon():
             self._warn(LEFT.format(what=self.name))
         index, size, told = run.index, windows.record.progress.size, run.told is run.window
         if not index:

@@ -18,7 +18,6 @@ from gradsync.decorator.participants import reference
 from gradsync.decorator.record import Record
 from gradsync.decorator.updater import Updater
 from gradsync.functional import Part, Run, Who, check_steppable, detach, is_scaling, owned
-from gradsync.overlap import check_compress
 from gradsync.ranks.lost import WaitingFor
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from gradsync.decorator.participants import Participants
+    from gradsync.decorator.progress import Progress
     from gradsync.decorator.settings import Settings
     from gradsync.functional import Closing, Loop, Place
 
@@ -44,13 +44,12 @@ class Windows:
         self.watch = BodyWatch(name)
         self._instance = reference(instance)
         self.record = Record(self.run, settings.on_update, self._instance)
-        self._updater = Updater(self.run, settings, self.record, self.watch)
+        if settings.compress is not None:
+            self.run.transport = Compressed()
+        make = Overlapped if settings.overlap else Updater
+        self.updater = make(self.run, settings, self.record, self.watch)
         self._body = Body(self.run, settings.skip)
-        # With `overlap`: windows whose gradients travel while the next window computes.
-        self.ahead = Overlapped(self._updater, check_compress(settings.compress)) if settings.overlap else None
-        if self.ahead is not None or settings.compress is not None:
-            self.run.transport = self.ahead or Compressed()
-        self._fitted = None if settings.fit is False else BodyInParts(settings.fit, self._updater)
+        self._fitted = None if settings.fit is False else BodyInParts(settings.fit, self.updater)
         self._participants: list[Callable[[], object]] = []
         self._counted: list[Callable[[], object]] = []  # those of them that are not the same if they are others
         self.ends: list[weakref.ref[Any]] = []  # their callbacks tell that an optimizer is gone
@@ -73,38 +72,33 @@ class Windows:
 
     def is_for(self, participants: Participants, instance: object) -> bool:
         """Whether these are the windows of these optimizers and this instance."""
-        mine = self.run.who.optimizers
-        return (
-            self._instance() is instance
-            and len(mine) == len(participants.optimizers)
-            and all(a is b for a, b in zip(mine, participants.optimizers, strict=True))
-        )
+        same = [*map(id, self.run.who.optimizers)] == [*map(id, participants.optimizers)]
+        return same and self._instance() is instance
 
     def bind(self, participants: Participants, found: Sequence[object]) -> None:
         """Take note of a call's participants."""
-        self.settle()
-        before, models = self.run.who.models, participants.models
-        same = len(before) == len(models) and all(a is b for a, b in zip(before, models, strict=True))
-        if not same and self.run.window is not None:
-            raise GradSyncError(
-                f"{self.name} must be called with the same models throughout a window, but they changed in the "
-                "middle of one. Call flush() before another model comes."
-            )
-        if not same:
-            self.run.who = Who(models, participants.optimizers)
+        self.updater.settle()
+        run, models = self.run, participants.models
+        if [*map(id, run.who.models)] != [*map(id, models)]:
+            if run.window is not None:
+                raise GradSyncError(
+                    f"{self.name} must be called with the same models throughout a window, but they changed in the "
+                    "middle of one. Call flush() before another model comes."
+                )
+            run.who = Who(models, participants.optimizers)
         now = is_scaling(participants.scaler)
-        if self.run.index and now != is_scaling(self._updater.scaler):
+        if run.index and now != is_scaling(self.updater.scaler):
             raise GradSyncError(
                 f"All losses of a window of {self.name} must be scaled, or none of them, but a GradScaler "
                 f"{'came' if now else 'went'} in the middle of one. Pass it to each call, and "
                 "call flush() or reset() before that changes."
             )
         self._participants = [reference(one) for one in found]
-        self._updater.bind(participants)
+        self.updater.bind(participants)
         # A loss module without parameters may be another in each call.
         counted = [one for one in found if not isinstance(one, nn.Module) or next(one.parameters(), None) is not None]
         if [id(ref()) for ref in self._counted] != [*map(id, counted)]:
-            self.run.num_changes += 1
+            run.num_changes += 1
             self._counted = [reference(one) for one in counted]
 
     def __call__(self, optimizer: Optimizer) -> None:
@@ -140,15 +134,15 @@ class Windows:
                 f"{self.name} must not be called from its own body or on_update: a micro-batch is one call, and ranks "
                 "that have run out make updates without one. Call the model instead."
             )
-        run, ahead = self.run, self.ahead
+        run, updater = self.run, self.updater
         self.thread = get_ident()
         with self:
-            if ahead is not None:
-                ahead.begin()
+            if self.settings.overlap:
+                updater.begin()
             place = run.start(run.who, loop)
-            if ahead is not None and ahead.lands_before(place):
+            if place.last and updater.lands_before(place):
                 returned, _ = self._run(place._replace(last=False), function, args, kwargs, loop)
-                ahead.settle()
+                updater.settle()
                 with run.holding(place):
                     closing = run.miss(place)  # synchronises what was held
             else:
@@ -156,7 +150,8 @@ class Windows:
             self.record.num_steps += 1
             with WaitingFor(run.what):
                 self._end_place(closing)
-        self._tell(closing)
+        if closing is not None:
+            self.record.tell()
         return returned
 
     def _run(
@@ -183,7 +178,7 @@ class Windows:
                 if loss is not None:
                     self.watch.check()
                     num_dropped = window.num_dropped
-                    closing = run.backward(place, loss, scaler=self._updater.scaler)
+                    closing = run.backward(place, loss, scaler=self.updater.scaler)
                     returned = detach(returned, loss) if window.num_dropped == num_dropped else None
                     if replay is not None:
                         self._body.remember(replay, args, kwargs, loop)
@@ -208,7 +203,8 @@ class Windows:
             with run.holding(place):
                 closing = self._run_again(place) if place.part is Part.REPEATS else run.miss(place)
             self._end_place(closing)
-        self._tell(closing)
+        if closing is not None:
+            self.record.tell()
 
     def insist_on_rest(self, what: str) -> None:
         """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
@@ -221,50 +217,36 @@ class Windows:
 
     def land_before_boundary(self) -> None:
         """This rank's data has ended: before the next boundary of the others, land what they land before it."""
-        if self.ahead is None:
-            return
         with self:  # like the other ranks
-            self.ahead.land_before_boundary()
+            self.updater.land_before_boundary()
 
     def flush(self) -> None:
         """Close the open window now. Collective."""
-        self.settle()
+        self.updater.settle()
         if not self.run.agree_to_flush():
             return
         try:
             closing = self.run.flush()
             assert closing is not None, "the last place of a window closes it"
             self._close(closing)
-            self.settle()
+            self.updater.settle()
         except BaseException:
             self.discard()
             raise
-        self._tell(closing)
-
-    def settle(self) -> None:
-        """Wait for gradients that still travel, and make their update."""
-        if self.ahead is not None:
-            self.ahead.settle()
-
-    def go_back(self) -> None:
-        """After an exception, which waits for nothing: put the last true parameters back."""
-        if self.ahead is not None:
-            self.ahead.go_back()
+        self.record.tell()
 
     def discard(self) -> None:
         """Discard the open window and its gradients. Without one gradients stay: they may be another function's."""
-        self.go_back()
-        if self.run.window is not None:
-            self.record.size = self.run.window.size
+        self.updater.go_back()
+        self.record.note_size()
         self.run.discard()
         self.record.note_held()
         self.watch.forget()
 
-    def begin_anew(self) -> None:
-        """Go back to before the first call."""
+    def begin_anew(self, progress: Progress) -> None:
+        """Discard what is open, and count on from these numbers."""
         self.discard()
-        self.record.begin_anew()
-        self.run.go_on_from(0, 0)
+        self.record.go_on_from(progress)
 
     # -- a boundary -------------------------------------------------------------------------------------------------
 
@@ -274,26 +256,13 @@ class Windows:
         else:
             self.watch.remember()
             self.record.note_held()
-            if self.ahead is not None:
-                self.ahead.go_on(self.run.index)
+            if self.settings.overlap:
+                self.updater.go_on(self.run.index)
 
     def _close(self, closing: Closing) -> None:
         """After the boundary: make the update, or with `overlap` leave it until the gradients have arrived."""
-        if not closing.is_window:
-            self.settle()
-            self.discard()  # the data ended at a boundary
-        elif self.ahead is not None and self._travels:
-            self.record.note_held()
-            self.ahead.close(closing)
+        if closing.is_window:
+            self.updater.close(closing)
         else:
-            self._updater.close(closing)
-
-    @property
-    def _travels(self) -> bool:
-        """Whether an update is made when gradients arrive, after its window has closed."""
-        return self.ahead is not None and self.run.team is not None and self.run.team.num_ranks > 1
-
-    def _tell(self, closing: Closing | None) -> None:
-        """Call `on_update` for a window that has just closed."""
-        if closing is not None and not self._travels:
-            self.record.tell()
+            self.updater.settle()
+            self.discard()  # the data ended at a boundary
