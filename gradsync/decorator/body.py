@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from gradsync.ranks.lost import is_lost
 from gradsync.ranks.meet import meet, ranks_where
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from torch import nn
 
@@ -38,12 +39,18 @@ class Body:
         if not self._skip:
             returned = function(*args, **kwargs)
             return returned, find_loss(returned)
-        began = _ForwardWatch(
-            self._run.who.models if team.forward_communicates else (),
-            lambda: self._meet_at_first_forward(team, runs=True),
-        )
+        models = self._run.who.models if team.forward_communicates else ()
+        ids = {id(module) for model in models for module in model.modules()}
+        began: list[nn.Module] = []  # the first of these whose forward has begun
+
+        def see(module: nn.Module, _: Any) -> None:
+            if not began and id(module) in ids:
+                began.append(module)
+                self._meet_at_first_forward(team, runs=True)
+
         try:
-            with began:
+            # torch's hook for all modules, because a body may call any of them.
+            with register_module_forward_pre_hook(see) if ids else nullcontext():
                 returned = function(*args, **kwargs)
                 return returned, find_loss(returned)
         except self._skip as error:
@@ -87,32 +94,6 @@ class Body:
                 "forward communicates, to be repeated in place of those that `skip` drops, but rank "
                 f"{cannot} dropped it. Look for a good one before the loop begins."
             )
-
-
-class _ForwardWatch:
-    """Context manager: true after a forward of these models, or of a module in them, has begun."""
-
-    def __init__(self, models: Iterable[nn.Module], begin: Callable[[], None]) -> None:
-        """`begin` is called when the first forward begins."""
-        self._ids = {id(module) for model in models for module in model.modules()}
-        self._begin = begin
-        self._began = False
-
-    def __enter__(self) -> None:
-        # torch's hook for all modules, because a body may call any of them.
-        self._hook = register_module_forward_pre_hook(self._see) if self._ids else None
-
-    def __exit__(self, *_: object) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-
-    def __bool__(self) -> bool:
-        return self._began
-
-    def _see(self, module: nn.Module, _: Any) -> None:
-        if not self._began and id(module) in self._ids:
-            self._began = True
-            self._begin()
 
 
 class Replay:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 from gradsync._errors import GradSyncError
 from gradsync._frames import drawn_by, is_left_on_purpose
@@ -20,11 +20,21 @@ if TYPE_CHECKING:
     from gradsync.functional import Run, StandIn
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-def over(iterable: Iterable[T], registry: Registry, instance: object) -> Over[T]:
+class SizedIterable(Protocol[T_co]):
+    """What `.over` returns, for type checkers: iterable, and sized if what it was given is."""
+
+    def __iter__(self) -> Iterator[T_co]: ...
+
+    def __len__(self) -> int: ...
+
+
+def over(iterable: Iterable[T], registry: Registry, instance: object) -> SizedIterable[T]:
     """The iterable again, sized if it was."""
-    return (Over if length(iterable) is None else SizedOver)(iterable, registry, instance)
+    kind = Over if length(iterable) is None else SizedOver
+    return cast("SizedIterable[T]", kind(iterable, registry, instance))
 
 
 class Over(Generic[T]):
@@ -65,7 +75,7 @@ class Over(Generic[T]):
                         windows.updater.go_back()
                 raise
             for run, place in _rest(loop, registries):
-                windows = next(one for registry in registries if (one := registry.windows_of(run)) is not None)
+                windows = next(one for registry in registries for one in registry.every if one.run is run)
                 windows.take_part(place)
             _settle(registries)
         for registry in registries:

@@ -99,13 +99,7 @@ class Overlapped(Updater, Transport):
         if self._dtype is not None:
             Compressed().check(team)
         for engine in team.engines:
-            if engine.carrier is None:
-                raise GradSyncError(
-                    "overlap needs a bare model, or a DistributedDataParallel, whose gradients it can send a copy of, "
-                    f"but this model is on another engine ({type(engine).__name__}). Hand gradsync the bare model, or "
-                    "use overlap=0."
-                )
-            check_ddp(engine.carrier.ddp)
+            check_ddp(engine if engine.carrier is None else engine.carrier.ddp)
         covered = {id(parameter) for engine in team.engines for parameter in engine.parameters}
         left = [one for one in team.parameters if one.requires_grad and id(one) not in covered]
         if left:

@@ -36,14 +36,12 @@ class Windows:
     """The windows of one (function, instance, optimizers). It holds neither models nor optimizers."""
 
     def __init__(self, name: str, order: int, settings: Settings, participants: Participants, instance: object) -> None:
-        self.name = name
         self.order = order  # its number among the function's calls
         self.settings = settings
         self.run = Run(name, settings.terms(), order)
         self.thread: int | None = None  # of the last call
         self.watch = BodyWatch(name)
-        self._instance = reference(instance)
-        self.record = Record(self.run, settings.on_update, self._instance)
+        self.record = Record(self.run, settings.on_update, reference(instance))
         if settings.compress is not None:
             self.run.transport = Compressed()
         make = Overlapped if settings.overlap else Updater
@@ -70,10 +68,9 @@ class Windows:
                 return False
         return True
 
-    def is_for(self, participants: Participants, instance: object) -> bool:
-        """Whether these are the windows of these optimizers and this instance."""
-        same = [*map(id, self.run.who.optimizers)] == [*map(id, participants.optimizers)]
-        return same and self._instance() is instance
+    def is_for(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether these are the windows of these optimizers."""
+        return [*map(id, self.run.who.optimizers)] == [*map(id, optimizers)]
 
     def bind(self, participants: Participants, found: Sequence[object]) -> None:
         """Take note of a call's participants."""
@@ -82,14 +79,14 @@ class Windows:
         if [*map(id, run.who.models)] != [*map(id, models)]:
             if run.window is not None:
                 raise GradSyncError(
-                    f"{self.name} must be called with the same models throughout a window, but they changed in the "
+                    f"{run.name} must be called with the same models throughout a window, but they changed in the "
                     "middle of one. Call flush() before another model comes."
                 )
             run.who = Who(models, participants.optimizers)
         now = is_scaling(participants.scaler)
         if run.index and now != is_scaling(self.updater.scaler):
             raise GradSyncError(
-                f"All losses of a window of {self.name} must be scaled, or none of them, but a GradScaler "
+                f"All losses of a window of {run.name} must be scaled, or none of them, but a GradScaler "
                 f"{'came' if now else 'went'} in the middle of one. Pass it to each call, and "
                 "call flush() or reset() before that changes."
             )
@@ -107,7 +104,7 @@ class Windows:
             return
         if not set(map(id, owned(self.run.who.optimizers))).isdisjoint(map(id, owned([optimizer]))):
             raise GradSyncError(
-                f"{self.name} steps its optimizer itself at each boundary, but something called "
+                f"{self.run.name} steps its optimizer itself at each boundary, but something called "
                 f"optimizer.step(), of type {type(optimizer).__name__}, in the middle of a window, on gradients that "
                 "are not synchronised. Remove that call; an optimizer that steps in the backward cannot accumulate."
             )
@@ -131,8 +128,8 @@ class Windows:
         """Run the user's function on one micro-batch, its backward, and at the boundary the update."""
         if self.is_running or self.record.is_telling:
             raise GradSyncError(
-                f"{self.name} must not be called from its own body or on_update: a micro-batch is one call, and ranks "
-                "that have run out make updates without one. Call the model instead."
+                f"{self.run.name} must not be called from its own body or on_update: a micro-batch is one call, and "
+                "ranks that have run out make updates without one. Call the model instead."
             )
         run, updater = self.run, self.updater
         self.thread = get_ident()
@@ -210,7 +207,7 @@ class Windows:
         """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
         if self.is_running and self.thread in {None, get_ident()}:
             raise GradSyncError(
-                f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that overlap "
+                f"{what} of {self.run.name} came in the middle of a call: in its body, or in an on_update that overlap "
                 "calls while the next window is open, at another place on ranks that have run out. Call it between two "
                 "calls, or after the loop."
             )
