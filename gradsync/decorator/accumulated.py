@@ -12,14 +12,13 @@ import wrapt
 from typing_extensions import ParamSpec, Self
 
 from gradsync._state import FUNCTIONS
-from gradsync.decorator.over import over
+from gradsync.decorator.over import Over, over
 from gradsync.decorator.registry import Registries
 from gradsync.decorator.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from gradsync.decorator.over import SizedIterable
     from gradsync.decorator.progress import Progress
     from gradsync.decorator.registry import Registry
 
@@ -28,9 +27,6 @@ Q = ParamSpec("Q")
 R_co = TypeVar("R_co", covariant=True)
 S = TypeVar("S")
 T = TypeVar("T")
-
-_OWN = ("over", "flush", "settle", "reset", "progress", "state_dict", "load_state_dict")
-"""What a decorated function has beside its call."""
 
 _ADDED = """Under gradsync.accumulating({settings}): each call is a micro-batch. It has
 
@@ -70,7 +66,7 @@ class Accumulated(Generic[P, R_co]):
     def _instance(self) -> object:
         return None
 
-    def over(self, iterable: Iterable[T], /) -> SizedIterable[T]:
+    def over(self, iterable: Iterable[T], /) -> Over[T]:
         """The iterable again, sized if it was; its last call closes the window.
 
         Ranks may hold different numbers of items. What reads ahead goes inside: `step.over(prefetch(loader))`.
@@ -130,6 +126,10 @@ class Accumulated(Generic[P, R_co]):
 
     def __copy__(self) -> Self:
         return self
+
+
+_OWN = [name for name in vars(Accumulated) if not name.startswith("_")]
+"""What a decorated function has beside its call."""
 
 
 def _documentation(decorated: Accumulated[..., Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gradsync._errors import GradSyncError
 from gradsync._frames import drawn_by, is_left_on_purpose
@@ -20,25 +20,19 @@ if TYPE_CHECKING:
     from gradsync.functional import Run, StandIn
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
-class SizedIterable(Protocol[T_co]):
-    """What `.over` returns, for type checkers: iterable, and sized if what it was given is."""
-
-    def __iter__(self) -> Iterator[T_co]: ...
-
-    def __len__(self) -> int: ...
-
-
-def over(iterable: Iterable[T], registry: Registry, instance: object) -> SizedIterable[T]:
+def over(iterable: Iterable[T], registry: Registry, instance: object) -> Over[T]:
     """The iterable again, sized if it was."""
-    kind = Over if length(iterable) is None else SizedOver
-    return cast("SizedIterable[T]", kind(iterable, registry, instance))
+    return (Over if length(iterable) is None else SizedOver)(iterable, registry, instance)
 
 
 class Over(Generic[T]):
     """An iterable in the `.over` of a function, or of several."""
+
+    if TYPE_CHECKING:  # no type tells whether an iterable is sized
+
+        def __len__(self) -> int: ...
 
     def __init__(self, iterable: Iterable[T], registry: Registry, instance: object) -> None:
         # Nested `.over`s share one loop: with two, the outer loop would end the inner loop too soon.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from gradsync.decorator.body_watch import BodyWatch
-    from gradsync.decorator.record import Record
+    from gradsync.decorator.progress import Record
     from gradsync.decorator.settings import Settings
     from gradsync.functional import Closing, Place, Run, Team, Window
     from gradsync.overlap import Flight, InFlight
@@ -83,11 +83,6 @@ class Overlapped(Updater, Transport):
         legs = [*self._legs, self._departing] if self._departing is not None else self._legs
         return frozenset().union(*(leg.team.ids for leg in legs))
 
-    @property
-    def _is_travelling(self) -> bool:
-        """Whether an update is still to be made."""
-        return bool(self._legs) or self._departing is not None
-
     def check(self, team: Team) -> None:
         """Raise on every rank if gradients cannot travel. Asked when a window opens."""
         if team.num_ranks == 1:
@@ -116,7 +111,7 @@ class Overlapped(Updater, Transport):
     def carrying(self, window: Window) -> Iterator[None]:
         """A context for the synchronisation of a window: copies of its gradients depart, and the gradients stay."""
         travels = travels_of(window)
-        ddps = [engine.carrier.ddp for engine in window.active if engine.carrier is not None]
+        ddps = [engine.carrier.ddp for engine in window.active if travels and engine.carrier is not None]
         for travel in travels:
             travel.dtype = self._dtype
             travel.begin()
@@ -200,7 +195,7 @@ class Overlapped(Updater, Transport):
 
     def abandon(self) -> bool:
         """The function or the program ends: keep the last true parameters. Returns whether an update was to be made."""
-        if not self._is_travelling:
+        if self not in TRAVELLING:
             return False
         self.go_back()
         for leg in self._legs:
@@ -240,13 +235,11 @@ class Overlapped(Updater, Transport):
                     arrived = True
                     self._arrived(leg)
                     made = None if failed else self.step(leg.team, leg.factor, leg.closing)
-            except BaseException:
-                if not arrived:
-                    self.go_back()
-                raise
             finally:
                 if arrived:
                     _count(leg.ddps, -1)
+                else:
+                    self.go_back()
             saved = in_flight.saved or in_flight.spare
             self._memory = None if saved is None else saved.emptied()
             for later in self._legs:
@@ -260,12 +253,11 @@ class Overlapped(Updater, Transport):
     def _arrived(self, leg: _Leg) -> None:
         self._legs.remove(leg)
         self._has_gone_back = bool(self._legs)
-        if not self._is_travelling:
+        if not self._legs and self._departing is None:
             TRAVELLING.discard(self)
 
     def _drop(self) -> None:
-        if self._ddps:
-            _count(self._ddps, -1)
+        _count(self._ddps, -1)
         self._flights, self._ddps = (), ()
 
 

@@ -216,10 +216,11 @@ class Registry:
         windows = next((one for one in self.every if one.is_for(participants.optimizers)), None)
         if windows is None:
             drop_cut_off(self.name, participants.models, self._cut_off, [one.run for one in self.every])
-            windows = Windows(self.name, next(self._order), self.settings, participants, instance)
-            self.every.append(windows)
+            windows = Windows(self.name, next(self._order), self.settings, instance)
             windows.ends = [weakref.ref(optimizer, _weakly(self._drop)) for optimizer in participants.optimizers]
         windows.bind(participants, found)
+        if windows not in self.every:
+            self.every.append(windows)
         self._latest = windows
         self._load_waiting(windows)
         return windows

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from gradsync.decorator.body_watch import BodyWatch
     from gradsync.decorator.participants import Participants
-    from gradsync.decorator.record import Record
+    from gradsync.decorator.progress import Record
     from gradsync.decorator.settings import Settings
     from gradsync.functional import Closing, Place, Run, Team, Update, Window
 
@@ -78,7 +78,7 @@ class Updater:
                     nonfinite=settings.nonfinite,
                     spread=team.spread,
                 )
-                if made.stepped:
+                if made.stepped and self._schedulers:
                     move([one for ref in self._schedulers if (one := ref()) is not None], optimizers)
         finally:
             self.record.note(made, closing)  # an update, also where a scheduler failed after it

@@ -15,7 +15,7 @@ from gradsync.decorator.body_watch import BodyWatch
 from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.participants import reference
-from gradsync.decorator.record import Record
+from gradsync.decorator.progress import Record
 from gradsync.decorator.updater import Updater
 from gradsync.functional import Part, Run, Who, check_steppable, detach, is_scaling, owned
 from gradsync.ranks.lost import WaitingFor
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class Windows:
     """The windows of one (function, instance, optimizers). It holds neither models nor optimizers."""
 
-    def __init__(self, name: str, order: int, settings: Settings, participants: Participants, instance: object) -> None:
+    def __init__(self, name: str, order: int, settings: Settings, instance: object) -> None:
         self.order = order  # its number among the function's calls
         self.settings = settings
         self.run = Run(name, settings.terms(), order)
@@ -52,8 +52,6 @@ class Windows:
         self._counted: list[Callable[[], object]] = []  # those of them that are not the same if they are others
         self.ends: list[weakref.ref[Any]] = []  # their callbacks tell that an optimizer is gone
         self.is_running = False
-        for one in (*participants.optimizers, *participants.schedulers):
-            check_steppable(one)
         watch_steps(self)
 
     # -- participants -----------------------------------------------------------------------------------------------
@@ -90,13 +88,15 @@ class Windows:
                 f"{'came' if now else 'went'} in the middle of one. Pass it to each call, and "
                 "call flush() or reset() before that changes."
             )
-        self._participants = [reference(one) for one in found]
-        self.updater.bind(participants)
         # A loss module without parameters may be another in each call.
         counted = [one for one in found if not isinstance(one, nn.Module) or next(one.parameters(), None) is not None]
         if [id(ref()) for ref in self._counted] != [*map(id, counted)]:
+            for one in (*participants.optimizers, *participants.schedulers):
+                check_steppable(one)
             run.num_changes += 1
             self._counted = [reference(one) for one in counted]
+        self._participants = [reference(one) for one in found]
+        self.updater.bind(participants)
 
     def __call__(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step. It may be made anew, or step in the backward, and not be one of the call's."""
