@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from gradsync.functional import Loop, LossSum, Run, Team
 
+Call: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]"
+"""The user's function, and the arguments of one call. A plain tuple, because a class costs time in each call."""
+
 _DATA = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.device, torch.dtype)
 
 
@@ -32,10 +35,9 @@ class Body:
         self._skip = skip
         self._has_met_forward = False
 
-    def __call__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], team: Team
-    ) -> tuple[Any, torch.Tensor | LossSum | None]:
+    def __call__(self, call: Call, team: Team) -> tuple[Any, torch.Tensor | LossSum | None]:
         """Run the function; returns what it returned, and its loss. Both are None if the micro-batch is dropped."""
+        function, args, kwargs = call
         if not self._skip:
             returned = function(*args, **kwargs)
             return returned, find_loss(returned)
@@ -66,11 +68,11 @@ class Body:
                 self._meet_at_first_forward(team, runs=False)
             return None, None
 
-    def remember(self, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any], loop: Loop | None) -> None:
+    def remember(self, replay: Replay, call: Call, loop: Loop | None) -> None:
         """Keep this micro-batch, which succeeded, for a replay, and its arguments as long as the loop."""
         self._run.replay = replay
         if loop is not None:
-            loop.kept[self._run] = args, kwargs
+            loop.kept[self._run] = call
 
     def again(self) -> torch.Tensor | LossSum:
         """Run the last good micro-batch once more; returns its loss. Other ranks wait in its forward."""

@@ -128,7 +128,8 @@ def load(windows: Windows, state: Mapping[str, Any]) -> None:
         window.load(state["open"], state["index"])
         held = state["open"]["gradients"]
         team.load_held({names[name]: gradient.to(names[name].device).clone() for name, gradient in held.items()})
-        windows.watch.resume(team)
+        windows.watch.watch(team)
+        windows.watch.remember()
 
 
 def names_of(windows: Windows) -> dict[str, nn.Parameter]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync._errors import GradSyncError
 from gradsync.decorator.checkpoint import VERSION, check, check_steps_of, load, progress_in, save, windows_in
 from gradsync.decorator.loops import Loops
 from gradsync.decorator.optimizer_gone import drop_cut_off
@@ -89,7 +90,7 @@ class Registry:
             windows = self._find(instance, found, [*args, *kwargs.values()])
         if windows.run.window is None:
             finder.refuse_hidden(found, args, kwargs, self.name)
-        return windows.micro_batch(function, args, kwargs, self._loop_of(windows) if self.loops else None)
+        return windows.micro_batch((function, args, kwargs), self._loop_of(windows) if self.loops else None)
 
     # -- loops ------------------------------------------------------------------------------------------------------
 
@@ -243,8 +244,13 @@ class Registry:
         self._loaded, self._loaded_latest = others, None
 
     def _insist_on_rest(self, what: str) -> None:
-        for windows in self.every:
-            windows.insist_on_rest(what)
+        """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
+        if any(windows.is_running for windows in self.of_this_thread()):
+            raise GradSyncError(
+                f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that overlap "
+                "calls while the next window is open, at another place on ranks that have run out. Call it between two "
+                "calls, or after the loop."
+            )
 
     def _end_what_was_left(self, what: str) -> None:
         """Items without a call, and windows without their optimizer: they are left on purpose."""

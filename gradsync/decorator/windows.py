@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from gradsync.decorator.body import Call
     from gradsync.decorator.participants import Participants
     from gradsync.decorator.progress import Progress
     from gradsync.decorator.settings import Settings
@@ -122,9 +123,7 @@ class Windows:
         finally:
             self.is_running = False
 
-    def micro_batch(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], loop: Loop | None
-    ) -> Any:
+    def micro_batch(self, call: Call, loop: Loop | None) -> Any:
         """Run the user's function on one micro-batch, its backward, and at the boundary the update."""
         if self.is_running or self.record.is_telling:
             raise GradSyncError(
@@ -138,12 +137,12 @@ class Windows:
                 updater.begin()
             place = run.start(run.who, loop)
             if place.last and updater.lands_before(place):
-                returned, _ = self._run(place._replace(last=False), function, args, kwargs, loop)
+                returned, _ = self._run(place._replace(last=False), call, loop)
                 updater.settle()
                 with run.holding(place):
                     closing = run.miss(place)  # synchronises what was held
             else:
-                returned, closing = self._run(place, function, args, kwargs, loop)
+                returned, closing = self._run(place, call, loop)
             self.record.num_steps += 1
             with WaitingFor(run.what):
                 self._end_place(closing)
@@ -151,14 +150,7 @@ class Windows:
             self.record.tell()
         return returned
 
-    def _run(
-        self,
-        place: Place,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        loop: Loop | None,
-    ) -> tuple[Any, Closing | None]:
+    def _run(self, place: Place, call: Call, loop: Loop | None) -> tuple[Any, Closing | None]:
         """Run the function and its backward; returns what it returned, and in the last place the closing."""
         run = self.run
         window = run.window
@@ -168,9 +160,9 @@ class Windows:
             self.watch.begin(team)
         with run.holding(place):
             if self._fitted is not None:
-                return self._fitted.micro_batch(place, function, args, kwargs)
-            replay = Replay(function, args, kwargs) if team.forward_communicates else None
-            returned, loss = self._body(function, args, kwargs, team)
+                return self._fitted.micro_batch(place, *call)
+            replay = Replay(*call) if team.forward_communicates else None
+            returned, loss = self._body(call, team)
             with WaitingFor(run.what):
                 if loss is not None:
                     self.watch.check()
@@ -178,7 +170,7 @@ class Windows:
                     closing = run.backward(place, loss, scaler=self.updater.scaler)
                     returned = detach(returned, loss) if window.num_dropped == num_dropped else None
                     if replay is not None:
-                        self._body.remember(replay, args, kwargs, loop)
+                        self._body.remember(replay, call, loop)
                 elif team.lockstep:
                     run.note_dropped()
                     closing = self._run_again(place)
@@ -202,15 +194,6 @@ class Windows:
             self._end_place(closing)
         if closing is not None:
             self.record.tell()
-
-    def insist_on_rest(self, what: str) -> None:
-        """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
-        if self.is_running and self.thread in {None, get_ident()}:
-            raise GradSyncError(
-                f"{what} of {self.run.name} came in the middle of a call: in its body, or in an on_update that overlap "
-                "calls while the next window is open, at another place on ranks that have run out. Call it between two "
-                "calls, or after the loop."
-            )
 
     def land_before_boundary(self) -> None:
         """This rank's data has ended: before the next boundary of the others, land what they land before it."""
