@@ -117,11 +117,9 @@ class Windows:
         self.is_running = True
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is not None:
-                self.discard()
-        finally:
-            self.is_running = False
+        self.is_running = False
+        if kind is not None:
+            self.discard()
 
     def micro_batch(self, call: Call, loop: Loop | None) -> Any:
         """Run the user's function on one micro-batch, its backward, and at the boundary the update."""
