@@ -222,8 +222,8 @@ class Registry:
         windows.bind(participants, found)
         if windows not in self.every:
             self.every.append(windows)
-        self._latest = windows
         self._load_waiting(windows)
+        self._latest = windows  # only now: as long as the state does not fit, each call says so
         return windows
 
     def _find_known(self, instance: object) -> None:
