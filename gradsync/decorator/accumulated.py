@@ -66,7 +66,7 @@ class Accumulated(Generic[P, R_co]):
     def _instance(self) -> object:
         return None
 
-    def over(self, iterable: Iterable[T], /) -> Over[T]:
+    def over(self, iterable: Iterable[T]) -> Over[T]:
         """The iterable again, sized if it was; its last call closes the window.
 
         Ranks may hold different numbers of items. What reads ahead goes inside: `step.over(prefetch(loader))`.
@@ -94,7 +94,7 @@ class Accumulated(Generic[P, R_co]):
         """The counters, and mid-window this rank's gradients: plain dicts, numbers and tensors."""
         return self._registry.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. A state loaded before the first call is checked and used in that call."""
         self._registry.load_state_dict(state)
 
