@@ -143,7 +143,7 @@ _HELP = property(_documentation)
 _SETTINGS = {*Settings.__dataclass_fields__, "model", "optimizer", "scheduler", "scaler"}
 
 
-class _AccumulatedMethod(Accumulated[P, R_co], wrapt.BoundFunctionWrapper[P, R_co]):  # type: ignore[misc] # `__get__`
+class _AccumulatedMethod(Accumulated[P, R_co], wrapt.BoundFunctionWrapper[..., Any]):  # type: ignore[misc] # `__get__`
     __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
 
     @property
@@ -169,8 +169,8 @@ class _AccumulatedMethod(Accumulated[P, R_co], wrapt.BoundFunctionWrapper[P, R_c
         return getattr(copy.deepcopy(self._self_instance, memo), self.__name__)
 
 
-class AccumulatedFunction(Accumulated[P, R_co], wrapt.FunctionWrapper[P, R_co]):  # type: ignore[misc] # noqa: D101
-    __bound_function_wrapper__ = _AccumulatedMethod  # type: ignore[assignment] # of any function
+class AccumulatedFunction(Accumulated[P, R_co], wrapt.FunctionWrapper[..., Any]):  # type: ignore[misc] # noqa: D101
+    __bound_function_wrapper__ = _AccumulatedMethod
     __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, function: Callable[P, R_co], settings: Settings) -> None:
