@@ -1,7 +1,7 @@
 """`accumulating`: the typed shell, who takes part, a function's windows, a call, its checkpoint."""
 
+from gradsync.decorator.accumulated import Accumulated
 from gradsync.decorator.accumulating import accumulating
 from gradsync.decorator.progress import Progress
-from gradsync.decorator.typed import Accumulated
 
 __all__ = ["Accumulated", "Progress", "accumulating"]

@@ -1,49 +1,26 @@
-"""The decorator: a typed shell around a wrapt core."""
+"""The decorator: its arguments, and what it cannot decorate."""
 
 from __future__ import annotations
 
-import atexit
-import copy
 import inspect
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import wrapt
 from typing_extensions import ParamSpec
 
-from gradsync._state import FUNCTIONS
-from gradsync.decorator.over import Over, over
+from gradsync.decorator.accumulated import Accumulated, AccumulatedFunction
 from gradsync.decorator.participants import Finder, Naming
-from gradsync.decorator.registry import Registries
 from gradsync.decorator.settings import Compress, Settings, Sync
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
-    from gradsync.decorator.progress import Progress
-    from gradsync.decorator.registry import Registry
-    from gradsync.decorator.typed import Accumulated
     from gradsync.functional import NonFinite, Steps, Tail
     from gradsync.parts import Cut
 
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
 F = TypeVar("F", bound="Callable[..., Any]")
-
-_OWN = ("over", "flush", "settle", "reset", "progress", "state_dict", "load_state_dict")
-"""What a decorated function has beside its call."""
-
-_ADDED = """Under gradsync.accumulating({settings}): each call is a micro-batch. It has
-
-    .over(iterable)             the iterable again; its last call closes the window
-    .flush()                    close the open windows now, on all ranks together
-    .settle()                   wait for gradients that still travel (overlap)
-    .reset()                    discard the open windows, with their gradients
-    .progress                   counters, loss and gradient norm; see gradsync.Progress
-    .state_dict(), .load_state_dict(state)
-    .__wrapped__                the function itself, to evaluate with
-"""
 
 
 def _keywords_after_steps(accumulating: F) -> F:
@@ -131,176 +108,13 @@ def accumulating(
 
     def decorate(function: Callable[P, R]) -> Accumulated[P, R]:
         _check_function(function)
-        return cast("Accumulated[P, R]", _Accumulating(function, settings))
+        return AccumulatedFunction(function, settings)
 
     return decorate
 
 
-class _Controls:
-    """The methods of a decorated function, bound to an instance or not."""
-
-    @property
-    def _registry(self) -> Registry:
-        raise NotImplementedError
-
-    @property
-    def _instance(self) -> object:
-        return None
-
-    def over(self, iterable: Iterable[T]) -> Over[T]:
-        """The iterable again, sized if it was; its last call closes the window.
-
-        Ranks may hold different numbers of items. What reads ahead goes inside: `step.over(prefetch(loader))`.
-        """
-        return over(iterable, self._registry, self._instance)
-
-    def flush(self) -> None:
-        """Close the open windows now. Collective: every rank calls it, after the same number of closed windows."""
-        self._registry.flush(self._instance)
-
-    def settle(self) -> None:
-        """With `overlap`: wait for gradients that still travel, and make their update. Not collective."""
-        self._registry.settle()
-
-    def reset(self) -> None:
-        """Discard the open windows, with their gradients."""
-        self._registry.reset()
-
-    @property
-    def progress(self) -> Progress:
-        """Counters, loss and gradient norm of the window that was called last."""
-        return self._registry.progress
-
-    def state_dict(self) -> dict[str, Any]:
-        """The counters, and mid-window this rank's gradients: plain dicts, numbers and tensors."""
-        return self._registry.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned. A state loaded before the first call is checked and used in that call."""
-        self._registry.load_state_dict(state)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_OWN, "__wrapped__"})
-
-    def __repr__(self) -> str:
-        inner = repr(self.__wrapped__)
-        inner = inner[1:-1] if inner.startswith("<") else inner
-        settings = self._registry.settings.in_words()
-        return f"<{inner} under accumulating({settings}), with {', '.join('.' + own for own in _OWN)}>"
-
-    # `__doc__` is the function's own docstring. `help` does not call this method (since Python 3.9), and so it finds
-    # `_HELP`, which also lists what is added.
-    def __getattribute__(self, name: str) -> Any:
-        return self.__wrapped__.__doc__ if name == "__doc__" else super().__getattribute__(name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in _SETTINGS:
-            raise AttributeError(
-                f"{name} of a decorated function is what it was decorated with, and cannot be set to {value!r} later. "
-                f"Decorate with the other value, accumulating({name}=...); steps may be a function of the window's "
-                "number."
-            )
-        super().__setattr__(name, value)
-
-
-def _documentation(decorated: _Controls) -> str:
-    """The function's own docstring, and below it what is added, for `help`."""
-    own = decorated.__wrapped__.__doc__
-    added = _ADDED.format(settings=decorated._registry.settings.in_words())
-    return added if not own else f"{own.rstrip()}\n\n{_indented(added, own)}"
-
-
-_HELP = property(_documentation)
-_SETTINGS = {*Settings.__dataclass_fields__, "model", "optimizer", "scheduler", "scaler"}
-
-
-class _BoundAccumulating(_Controls, wrapt.BoundFunctionWrapper[..., Any]):
-    __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
-
-    @property
-    def _registry(self) -> Registry:
-        return self._self_parent._self_registries.of(self._instance)  # type: ignore[no-any-return]
-
-    @property
-    def _instance(self) -> object:
-        # What wrapt hands to a call: the class of a classmethod, and nothing of a staticmethod.
-        if self._self_binding in {"classmethod", "staticmethod"}:
-            return getattr(self.__wrapped__, "__self__", None)
-        return self._self_instance
-
-    # A bound method is copied and pickled like Python's own: the instance, and the name of the method. What is taken
-    # from the class is a function.
-    def __reduce__(self) -> tuple[Any, ...]:
-        home = self._self_owner if self._self_instance is None else self._self_instance
-        return getattr, (home, self.__name__)
-
-    def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
-        return self.__reduce__()
-
-    def __copy__(self) -> _BoundAccumulating:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._self_instance is None:
-            return self
-        return getattr(copy.deepcopy(self._self_instance, memo), self.__name__)
-
-
-class _Accumulating(_Controls, wrapt.FunctionWrapper[..., Any]):
-    __bound_function_wrapper__ = _BoundAccumulating
-    __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
-
-    def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
-        code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-        place = (code.co_filename, code.co_firstlineno) if code is not None else ("gradsync", 0)
-        inner = function.func if isinstance(function, partial) else function
-        name = getattr(inner, "__qualname__", type(inner).__qualname__).rpartition("<locals>.")[2]
-        registries = Registries(name, settings, place)
-        bound = inspect.ismethod(function)  # a bound method was decorated: only wrapt knows its instance
-
-        def call(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            own = None if bound else instance
-            return registries.of(own).call(wrapped, own, args, kwargs)
-
-        super().__init__(function, call)
-        self._self_registries = registries
-        FUNCTIONS.add(registries)
-
-    # Not `weakref.finalize`: that would hold the windows until the function ends, and with them `on_update`, which may
-    # refer to the function. They would keep each other alive, and the model.
-    def __del__(self) -> None:
-        self._self_registries.warn_if_open()
-
-    @property
-    def _registry(self) -> Registry:
-        return self._self_registries.of(None)
-
-    # A decorated function is copied as itself and pickled by its name, like any function. Its windows are not copied.
-    def __reduce__(self) -> str:
-        return self.__qualname__
-
-    def __reduce_ex__(self, _: object) -> str:
-        return self.__reduce__()
-
-    def __copy__(self) -> _Accumulating:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Accumulating:
-        if not inspect.ismethod(self.__wrapped__):
-            return self
-        # A bound method is copied with its instance, like Python's own, and so are the models that were named.
-        settings = copy.deepcopy(self._registry.settings, memo)
-        return _Accumulating(copy.deepcopy(self.__wrapped__, memo), settings)
-
-
-@atexit.register
-def _warn_of_open_windows() -> None:
-    for registries in list(FUNCTIONS):
-        registries.warn_if_open()
-
-
 def _check_function(function: object) -> None:
-    if isinstance(function, _Controls):
+    if isinstance(function, Accumulated):
         raise TypeError(
             f"accumulating decorates a step function once, but {function!r} came. Leave one of the two decorations out."
         )
@@ -338,10 +152,3 @@ def _refuse_bare(steps: object) -> None:
             f"{getattr(steps, '__qualname__', steps)}, which looks like the step function itself. Write "
             "@accumulating(steps=4), with its parentheses."
         )
-
-
-def _indented(text: str, own: str) -> str:
-    """`text` indented like the docstring `own`, because `help` removes the common margin."""
-    lines = [line for line in own.splitlines()[1:] if line.strip()]
-    margin = " " * min((len(line) - len(line.lstrip()) for line in lines), default=0)
-    return "".join(margin + line if line.strip() else line for line in text.splitlines(keepends=True))

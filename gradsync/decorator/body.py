@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -14,11 +15,14 @@ from gradsync.ranks.lost import is_lost
 from gradsync.ranks.meet import meet, ranks_where
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from torch import nn
 
     from gradsync.functional import Loop, LossSum, Run, Team
+
+Call: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]"
+"""The user's function, and the arguments of one call. A plain tuple, because a class costs time in each call."""
 
 _DATA = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.device, torch.dtype)
 
@@ -31,19 +35,24 @@ class Body:
         self._skip = skip
         self._has_met_forward = False
 
-    def __call__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], team: Team
-    ) -> tuple[Any, torch.Tensor | LossSum | None]:
+    def __call__(self, call: Call, team: Team) -> tuple[Any, torch.Tensor | LossSum | None]:
         """Run the function; returns what it returned, and its loss. Both are None if the micro-batch is dropped."""
+        function, args, kwargs = call
         if not self._skip:
             returned = function(*args, **kwargs)
             return returned, find_loss(returned)
-        began = _ForwardWatch(
-            self._run.who.models if team.forward_communicates else (),
-            lambda: self._meet_at_first_forward(team, runs=True),
-        )
+        models = self._run.who.models if team.forward_communicates else ()
+        ids = {id(module) for model in models for module in model.modules()}
+        began: list[nn.Module] = []  # the first of these whose forward has begun
+
+        def see(module: nn.Module, _: Any) -> None:
+            if not began and id(module) in ids:
+                began.append(module)
+                self._meet_at_first_forward(team, runs=True)
+
         try:
-            with began:
+            # torch's hook for all modules, because a body may call any of them.
+            with register_module_forward_pre_hook(see) if ids else nullcontext():
                 returned = function(*args, **kwargs)
                 return returned, find_loss(returned)
         except self._skip as error:
@@ -59,11 +68,11 @@ class Body:
                 self._meet_at_first_forward(team, runs=False)
             return None, None
 
-    def remember(self, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any], loop: Loop | None) -> None:
+    def remember(self, replay: Replay, call: Call, loop: Loop | None) -> None:
         """Keep this micro-batch, which succeeded, for a replay, and its arguments as long as the loop."""
         self._run.replay = replay
         if loop is not None:
-            loop.kept[self._run] = args, kwargs
+            loop.kept[self._run] = call
 
     def again(self) -> torch.Tensor | LossSum:
         """Run the last good micro-batch once more; returns its loss. Other ranks wait in its forward."""
@@ -87,32 +96,6 @@ class Body:
                 "forward communicates, to be repeated in place of those that `skip` drops, but rank "
                 f"{cannot} dropped it. Look for a good one before the loop begins."
             )
-
-
-class _ForwardWatch:
-    """Context manager: true after a forward of these models, or of a module in them, has begun."""
-
-    def __init__(self, models: Iterable[nn.Module], begin: Callable[[], None]) -> None:
-        """`begin` is called when the first forward begins."""
-        self._ids = {id(module) for model in models for module in model.modules()}
-        self._begin = begin
-        self._began = False
-
-    def __enter__(self) -> None:
-        # torch's hook for all modules, because a body may call any of them.
-        self._hook = register_module_forward_pre_hook(self._see) if self._ids else None
-
-    def __exit__(self, *_: object) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-
-    def __bool__(self) -> bool:
-        return self._began
-
-    def _see(self, module: nn.Module, _: Any) -> None:
-        if not self._began and id(module) in self._ids:
-            self._began = True
-            self._begin()
 
 
 class Replay:

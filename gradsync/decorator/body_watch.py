@@ -36,11 +36,6 @@ class BodyWatch(GradientWatch):
                 "it goes."
             )
 
-    def resume(self, team: Team) -> None:
-        """Called after a window was loaded with its gradients."""
-        self.watch(team)
-        self.remember()
-
     def check(self) -> None:
         """Raise if the gradients are not as they were left."""
         change = self.change()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gradsync.functional import Steps
 
 VERSION = 2
-_COUNTERS = ("micro_steps", "updates", "window", "skipped", "dropped", "replays")
+_NUMBERS = ("micro_steps", "updates", "window", "skipped", "dropped", "replays", "index", "size")
 
 # Names under which FSDP1, activation checkpointing and torch.compile keep the module that they wrap.
 _WRAPPED = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
@@ -53,7 +53,7 @@ def check_steps_of(state: Mapping[str, Any], name: str, steps: Steps) -> None:
 
 def progress_in(state: Mapping[str, Any]) -> Progress:
     """The progress in a state that is not used yet."""
-    return Progress(**{name: state[name] for name in (*_COUNTERS, "index", "size")})
+    return Progress(**{name: state[name] for name in _NUMBERS})
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -78,9 +78,7 @@ def save(windows: Windows) -> dict[str, Any]:
     team = run.fitting_team()
     names, steps = names_of(windows), windows.settings.steps
     state: dict[str, Any] = {
-        **{name: getattr(progress, name) for name in _COUNTERS},
-        "index": progress.index,
-        "size": progress.size,
+        **{name: getattr(progress, name) for name in _NUMBERS},
         "steps": steps if isinstance(steps, int) else None,
         "num_ranks": team.num_ranks,
         "rank": team.rank,
@@ -96,10 +94,9 @@ def save(windows: Windows) -> dict[str, Any]:
 
 
 def check(windows: Windows, state: Mapping[str, Any]) -> None:
-    """Raise if a state belongs to other steps, models or ranks. It does not communicate."""
-    name, team = windows.name, windows.run.fitting_team()
+    """Raise if a state belongs to other models or ranks. It does not communicate."""
+    name, team = windows.run.name, windows.run.fitting_team()
     here = {own: list(parameter.shape) for own, parameter in names_of(windows).items()}
-    check_steps_of(state, name, windows.settings.steps)
     if state["num_ranks"] != team.num_ranks:
         raise GradSyncError(
             f"A state of {name} can be loaded on as many ranks as it was saved on, {state['num_ranks']}, but "
@@ -125,18 +122,14 @@ def load(windows: Windows, state: Mapping[str, Any]) -> None:
     """Load a state that fits. It does not communicate."""
     run, names = windows.run, names_of(windows)
     team = run.fitting_team()
-    windows.begin_anew()
-    record = windows.record
-    record.num_steps, record.num_updates, record.num_skipped, record.num_replays = (
-        state[name] for name in ("micro_steps", "updates", "skipped", "replays")
-    )
-    run.go_on_from(state["window"], state["dropped"])
+    windows.begin_anew(progress_in(state))
     if state["index"]:
         window = run.open(team)
         window.load(state["open"], state["index"])
         held = state["open"]["gradients"]
         team.load_held({names[name]: gradient.to(names[name].device).clone() for name, gradient in held.items()})
-        windows.watch.resume(team)
+        windows.watch.watch(team)
+        windows.watch.remember()
 
 
 def names_of(windows: Windows) -> dict[str, nn.Parameter]:

@@ -27,7 +27,7 @@ class Loops:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._running: list[Running] = []
+        self._running: dict[int, Running] = {}  # by thread
         self._read_ahead: dict[int, Loop] = {}  # by thread: loops that ended with items without a call
 
     def __bool__(self) -> bool:
@@ -36,16 +36,16 @@ class Loops:
     @contextmanager
     def running(self, loop: Loop, position: int) -> Iterator[None]:
         """Calls inside belong to `loop`."""
-        for other in self._running:
-            if other.loop.thread == loop.thread:
-                other.loop.is_superseded = True
-        self._running = [one for one in self._running if not one.loop.is_superseded]
-        self._running.append(Running(loop, position))
+        before, mine = self._running.get(loop.thread), Running(loop, position)
+        if before is not None:
+            before.loop.is_superseded = True
+        self._running[loop.thread] = mine
         self._read_ahead.pop(loop.thread, None)
         try:
             yield
         finally:
-            self._running = [one for one in self._running if one.loop is not loop]
+            if self._running.get(loop.thread) is mine:
+                del self._running[loop.thread]
 
     def note_idle(self, loop: Loop) -> None:
         """The data of `loop` has ended. If it had items without a call, later calls may be meant for those."""
@@ -59,14 +59,14 @@ class Loops:
         self._read_ahead.pop(get_ident(), None)
 
     def of_call(self) -> Running | None:
-        """The innermost loop of a call. Raises if the item of the call was read ahead."""
+        """The loop of a call. Raises if the item of the call was read ahead."""
         thread = get_ident()
-        for running in reversed(self._running):
-            if running.loop.thread == thread:
-                if running.loop.data.num_idle:
-                    running.loop.called_from = _call_stack()
-                return running
-        elsewhere = next((one.loop for one in self._running if not one.loop.data.num_calls), None)
+        running = self._running.get(thread)
+        if running is not None:
+            if running.loop.data.num_idle:
+                running.loop.called_from = _call_stack()
+            return running
+        elsewhere = next((one.loop for one in [*self._running.values()] if not one.loop.data.num_calls), None)
         ended = self._read_ahead.get(thread)
         # If the same code goes on calling after the data has ended, its items were read ahead.
         ahead = ended if elsewhere is None and ended is not None and _goes_on(ended) else elsewhere

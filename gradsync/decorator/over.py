@@ -30,6 +30,10 @@ def over(iterable: Iterable[T], registry: Registry, instance: object) -> Over[T]
 class Over(Generic[T]):
     """An iterable in the `.over` of a function, or of several."""
 
+    if TYPE_CHECKING:  # no type tells whether an iterable is sized
+
+        def __len__(self) -> int: ...
+
     def __init__(self, iterable: Iterable[T], registry: Registry, instance: object) -> None:
         # Nested `.over`s share one loop: with two, the outer loop would end the inner loop too soon.
         self._iterable: Iterable[T] = iterable
@@ -62,10 +66,10 @@ class Over(Generic[T]):
                     _settle(registries)
                 else:
                     for windows in _of_this_thread(registries):
-                        windows.go_back()
+                        windows.updater.go_back()
                 raise
             for run, place in _rest(loop, registries):
-                windows = next(one for registry in registries if (one := registry.windows_of(run)) is not None)
+                windows = next(one for registry in registries for one in registry.every if one.run is run)
                 windows.take_part(place)
             _settle(registries)
         for registry in registries:

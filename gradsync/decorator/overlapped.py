@@ -7,24 +7,35 @@ of the next window they land: the call then makes the true update, and calls `on
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gradsync._errors import GradSyncError
 from gradsync._state import TRAVELLING
 from gradsync._step_hook import stepping
 from gradsync.decorator.compressed import Compressed, travels_of
-from gradsync.functional import Transport, bare_optimizer, factor_of_update, window_size
-from gradsync.overlap import check_ddp, check_optimizers, check_scaler, depart, go_back, landing, step_ahead
+from gradsync.decorator.updater import Updater
+from gradsync.functional import Transport, bare_optimizer, factor_of_update, refuse_nonfinite, window_size
+from gradsync.overlap import (
+    check_compress,
+    check_ddp,
+    check_optimizers,
+    check_scaler,
+    depart,
+    go_back,
+    landing,
+    step_ahead,
+)
 from gradsync.ranks.lost import WaitingFor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from gradsync.decorator.updater import Updater
+    from gradsync.decorator.body_watch import BodyWatch
+    from gradsync.decorator.progress import Record
+    from gradsync.decorator.settings import Settings
     from gradsync.functional import Closing, Place, Run, Team, Window
     from gradsync.overlap import Flight, InFlight
     from gradsync.overlap.saved import Saved
@@ -42,19 +53,19 @@ class _Leg:
     team: Team
     factor: float  # of the engines' average
     closing: Closing
-    in_flight: InFlight | None = None  # None until it has departed
+    in_flight: InFlight = field(init=False)  # once it has departed
 
 
-class Overlapped(Transport):
+class Overlapped(Updater, Transport):
     """The windows of one call between their boundary and their update."""
 
     closes_before = True
 
-    def __init__(self, updater: Updater, dtype: torch.dtype | None) -> None:
-        """Gradients travel in `dtype`; None: in their own."""
-        self._updater = weakref.ref(updater)  # its run has this object as its transport
-        self._num_beside = updater.settings.overlap  # micro-batches that run while gradients travel
-        self._dtype = dtype
+    def __init__(self, run: Run, settings: Settings, record: Record, watch: BodyWatch) -> None:
+        super().__init__(run, settings, record, watch)
+        run.transport = weakref.proxy(self)  # not the object, which holds the run: a circle would not be freed at once
+        self._num_beside = settings.overlap  # micro-batches that run while gradients travel
+        self._dtype = check_compress(settings.compress)  # in which they travel; None: in their own
         self._flights: Sequence[Flight] = ()  # of the window that closes
         self._ddps: Sequence[DistributedDataParallel] = ()
         self._legs: list[_Leg] = []  # oldest first
@@ -66,39 +77,23 @@ class Overlapped(Transport):
     # -- what others ask ----------------------------------------------------------------------------------------------
 
     @property
-    def run(self) -> Run:
-        """The run of these windows."""
-        return self._its_updater.run
-
-    @property
     def ids(self) -> frozenset[int]:
         """The ids of the parameters that gradients travel to."""
         legs = [*self._legs, self._departing] if self._departing is not None else self._legs
         return frozenset().union(*(leg.team.ids for leg in legs))
 
-    @property
-    def is_travelling(self) -> bool:
-        """Whether an update is still to be made."""
-        return bool(self._legs) or self._departing is not None
-
     def check(self, team: Team) -> None:
         """Raise on every rank if gradients cannot travel. Asked when a window opens."""
         if team.num_ranks == 1:
             return
-        check_scaler(self._its_updater.scaler)
+        check_scaler(self.scaler)
         if team is self._checked:
             return
         check_optimizers(self.run.who.optimizers)
         if self._dtype is not None:
             Compressed().check(team)
         for engine in team.engines:
-            if engine.carrier is None:
-                raise GradSyncError(
-                    "overlap needs a bare model, or a DistributedDataParallel, whose gradients it can send a copy of, "
-                    f"but this model is on another engine ({type(engine).__name__}). Hand gradsync the bare model, or "
-                    "use overlap=0."
-                )
-            check_ddp(engine.carrier.ddp)
+            check_ddp(engine if engine.carrier is None else engine.carrier.ddp)
         covered = {id(parameter) for engine in team.engines for parameter in engine.parameters}
         left = [one for one in team.parameters if one.requires_grad and id(one) not in covered]
         if left:
@@ -113,10 +108,11 @@ class Overlapped(Transport):
 
     def carry(self, window: Window) -> None:
         """Its gradients are about to synchronise: copies of them depart, and they stay."""
-        for travel in travels_of(window):
+        travels = travels_of(window)
+        for travel in travels:
             travel.dtype = self._dtype
             travel.begin()
-        self._ddps = [engine.carrier.ddp for engine in window.active if engine.carrier is not None]
+        self._ddps = [engine.carrier.ddp for engine in window.active if travels and engine.carrier is not None]
         _count(self._ddps, 1)
 
     def carried(self, window: Window) -> None:
@@ -153,22 +149,23 @@ class Overlapped(Transport):
 
     def close(self, closing: Closing) -> None:
         """The gradients of the window have departed: land earlier ones, and make a provisional update."""
-        updater = self._its_updater
-        window = updater.run.window
-        assert window is not None, "it is closed here"
-        team = window.team
-        factor = factor_of_update(updater.settings.tail, closing)
+        team = self.run.fitting_team()
+        if team.num_ranks == 1:
+            super().close(closing)
+            return
+        self.record.note_held()
+        factor = factor_of_update(self.settings.tail, closing)
         if factor is None:
             self._drop()
             team.drop_gradients()
-            updater.end_window()
+            self.end_window()
             self._land()
-            updater.record.note_skipped(closing)
+            self.record.note_skipped(closing)
             return
         self._departing = _Leg(self._flights, self._ddps, team, factor, closing)
         self._flights, self._ddps = (), ()
         TRAVELLING.add(self)
-        updater.end_window()
+        self.end_window()
         try:
             self._land()
         except BaseException:
@@ -187,25 +184,26 @@ class Overlapped(Transport):
         """After an exception: put the last true parameters back, without waiting. What travels lands later."""
         self._drop()
         for leg in self._legs:
-            assert leg.in_flight is not None, "it has departed"
             leg.in_flight = go_back(leg.in_flight)
         self._has_gone_back = bool(self._legs)
 
-    def abandon(self) -> None:
-        """The function or the program ends: keep the last true parameters."""
+    def abandon(self) -> bool:
+        """The function or the program ends: keep the last true parameters. Returns whether an update was to be made."""
+        if self not in TRAVELLING:
+            return False
         self.go_back()
         for leg in self._legs:
-            assert leg.in_flight is not None, "it has departed"
             leg.in_flight.watch.end()
             _count(leg.ddps, -1)
         self._legs.clear()
         TRAVELLING.discard(self)
+        return True
 
     def _depart(self, *, ahead: bool) -> None:
-        updater, leg = self._its_updater, self._departing
+        leg, who = self._departing, self.run.who
         if leg is None:
             return
-        who, self._departing = updater.run.who, None
+        self._departing = None
         optimizers = [bare_optimizer(one) for one in who.optimizers]
         in_flight = replace(depart(leg.flights, optimizers, who.models, self.settle), spare=self._memory)
         self._memory, leg.in_flight = None, in_flight
@@ -215,16 +213,14 @@ class Overlapped(Transport):
             leg.in_flight = step_ahead(
                 in_flight,
                 factor=leg.closing.own_factor if ahead else None,
-                clip_norm=updater.settings.clip_norm,
-                nonfinite=updater.settings.nonfinite,
+                clip_norm=self.settings.clip_norm,
+                nonfinite=self.settings.nonfinite,
             )
 
     def _land(self) -> None:
         while self._legs:
             leg = self._legs[0]
-            in_flight = leg.in_flight
-            assert in_flight is not None, "it has departed"
-            updater, arrived = self._its_updater, False
+            in_flight, arrived = leg.in_flight, False
             try:
                 with WaitingFor(self.run.what):
                     failures = leg.closing.failures
@@ -232,42 +228,31 @@ class Overlapped(Transport):
                 with landing(in_flight), stepping():
                     arrived = True
                     self._arrived(leg)
-                    made = None if failed else updater.step(leg.team, leg.factor)
-            except BaseException:
-                if arrived:
-                    updater.note_failed(leg.closing)
-                else:
-                    self.go_back()
-                raise
+                    made = None if failed else self.step(leg.team, leg.factor, leg.closing)
             finally:
                 if arrived:
                     _count(leg.ddps, -1)
+                else:
+                    self.go_back()
             saved = in_flight.saved or in_flight.spare
             self._memory = None if saved is None else saved.emptied()
             for later in self._legs:
-                assert later.in_flight is not None, "it has departed"
                 later.in_flight.watch.note()
             if made is None:
-                updater.record.note_skipped(leg.closing)
+                self.record.note_skipped(leg.closing)
             else:
-                updater.note_landed(made, leg.closing)
+                refuse_nonfinite(made, self.settings.nonfinite)
+                self.record.tell()
 
     def _arrived(self, leg: _Leg) -> None:
         self._legs.remove(leg)
         self._has_gone_back = bool(self._legs)
-        if not self.is_travelling:
+        if not self._legs and self._departing is None:
             TRAVELLING.discard(self)
 
     def _drop(self) -> None:
-        if self._ddps:
-            _count(self._ddps, -1)
+        _count(self._ddps, -1)
         self._flights, self._ddps = (), ()
-
-    @property
-    def _its_updater(self) -> Updater:
-        updater = self._updater()
-        assert updater is not None, "their call has this"
-        return updater
 
 
 def _count(ddps: Sequence[DistributedDataParallel], more: int) -> None:

@@ -114,12 +114,10 @@ def participants_of(found: Sequence[Any]) -> Participants:
 
 def reference(one: Any) -> Callable[[], Any]:
     """A function that returns the object, and does not keep it alive if it can be referenced weakly."""
-    if one is None:
-        return lambda: None
     try:
         return weakref.ref(one)
     except TypeError:
-        return lambda: one  # it has __slots__
+        return lambda: one  # it has __slots__, or is None
 
 
 def check_complete(participants: Participants, name: str, came: Sequence[object], *, is_method: bool) -> None:

@@ -1,16 +1,18 @@
-"""`Progress`: the type of `train_step.progress`."""
+"""`Progress`, the type of `train_step.progress`, and `Record`, which counts it and calls `on_update`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradsync.functional import Update
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
-    from gradsync.functional import Closing
+    from gradsync.functional import Closing, Run
 
 NO_UPDATE = Update(stepped=False, grad_norm=None)
 
@@ -61,3 +63,78 @@ class Progress:
     def count(self) -> float | None:
         """The sum of this rank's counts in the last closed window; None if its losses were means."""
         return None if self._closing is None else self._closing.own_count
+
+
+class Record:
+    """The record of one (function, instance, optimizers). `run` counts windows; the rest is counted here."""
+
+    def __init__(self, run: Run, on_update: Callable[..., Any] | None, instance: Callable[[], object]) -> None:
+        """`instance()` is the first argument of `on_update` for a method; None for a plain function."""
+        self._run = run
+        self._on_update = on_update
+        self._instance = instance
+        self.is_telling = False  # whether `on_update` runs
+        self._is_told = False  # whether it has run for the last update
+        self.go_on_from(Progress())
+
+    def go_on_from(self, progress: Progress) -> None:
+        """Count on from these numbers."""
+        self.num_steps, self.num_replays = progress.micro_steps, progress.replays
+        self.num_updates, self.num_skipped = progress.updates, progress.skipped
+        self.size = progress.size  # of the last window
+        self.parts, self.rows = progress.parts, progress.rows  # with `fit`: of the last call
+        self._made = NO_UPDATE
+        self._closing: Closing | None = None
+        self._run.go_on_from(progress.window, progress.dropped)
+
+    def note(self, made: Update, closing: Closing) -> None:
+        """A window has closed, with the update `made`."""
+        self.num_updates += made.stepped
+        self.num_skipped += not made.stepped
+        self._made, self._closing, self._is_told = made, closing, False
+
+    def note_skipped(self, closing: Closing) -> None:
+        """A window has closed without an update. With `overlap`, an earlier window may update in the same call."""
+        self.num_skipped += 1
+        self._closing = closing
+
+    def note_held(self) -> None:
+        """The current call has made no update so far."""
+        if self._made.stepped:
+            self._made = self._made._replace(stepped=False)
+
+    def note_size(self) -> None:
+        """Keep the size of the open window, which is about to end."""
+        if self._run.window is not None:
+            self.size = self._run.window.size
+
+    @property
+    def progress(self) -> Progress:
+        """The current record."""
+        run = self._run
+        return Progress(
+            micro_steps=self.num_steps,
+            updates=self.num_updates,
+            window=run.number,
+            index=run.index,
+            size=self.size if run.window is None else run.window.size,
+            stepped=self._made.stepped,
+            skipped=self.num_skipped,
+            dropped=run.num_dropped,
+            replays=self.num_replays,
+            parts=self.parts,
+            rows=self.rows,
+            grad_norm=self._made.grad_norm,
+            _closing=self._closing,
+        )
+
+    def tell(self) -> None:
+        """Call the user's `on_update`, once for an update of the last call."""
+        if self._on_update is None or self._is_told or not self._made.stepped:
+            return
+        instance = self._instance()
+        self.is_telling = self._is_told = True
+        try:
+            self._on_update(*(() if instance is None else (instance,)), self.progress)
+        finally:
+            self.is_telling = False

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync._errors import GradSyncError
 from gradsync.decorator.checkpoint import VERSION, check, check_steps_of, load, progress_in, save, windows_in
 from gradsync.decorator.loops import Loops
-from gradsync.decorator.optimizer_gone import Orphaned
+from gradsync.decorator.optimizer_gone import drop_cut_off
 from gradsync.decorator.participants import check_complete, participants_of
 from gradsync.decorator.progress import Progress
 from gradsync.decorator.windows import Windows
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradsync.decorator.settings import Settings
-    from gradsync.functional import Loop, Run
+    from gradsync.functional import Loop, Run, Who
 
 _MOST_NESTED = 64  # functions of nested `.over`s, in the numbers that the ranks of a loop call their runs by
 
@@ -72,10 +73,10 @@ class Registry:
         self.settings = settings
         self._place = place
         self._order = order
-        self._every: list[Windows] = []  # in the order of their first call
+        self.every: list[Windows] = []  # in the order of their first call
         self._latest: Windows | None = None
         self._last = Progress()  # of windows whose optimizer is gone
-        self._orphaned = Orphaned(name)
+        self._cut_off: list[Who] = []  # whose windows were open when their optimizer died
         self._loaded: list[dict[str, Any]] = []  # loaded states whose window has had no call yet
         self._loaded_latest: int | None = None  # the number of the state that was called last
 
@@ -89,22 +90,18 @@ class Registry:
             windows = self._find(instance, found, [*args, *kwargs.values()])
         if windows.run.window is None:
             finder.refuse_hidden(found, args, kwargs, self.name)
-        return windows.micro_batch(function, args, kwargs, self._loop_of(windows) if self.loops else None)
+        return windows.micro_batch((function, args, kwargs), self._loop_of(windows) if self.loops else None)
 
     # -- loops ------------------------------------------------------------------------------------------------------
 
     def of_this_thread(self) -> list[Windows]:
         """Those that no other thread has called last."""
-        return [windows for windows in self._every if windows.thread in {None, get_ident()}]
+        return [windows for windows in self.every if windows.thread in {None, get_ident()}]
 
     def runs(self, instance: object, position: int) -> list[Run]:
         """The runs that a loop in this thread may call, in the order of their first call."""
         self._find_known(instance)
         return [_numbered(windows, position) for windows in self.of_this_thread()]
-
-    def windows_of(self, run: Run) -> Windows | None:
-        """The windows of a run."""
-        return next((windows for windows in self._every if windows.run is run), None)
 
     def _loop_of(self, windows: Windows) -> Loop | None:
         running = self.loops.of_call()
@@ -117,24 +114,22 @@ class Registry:
 
     def flush(self, instance: object) -> None:
         """Close all open windows."""
-        self._insist_on_rest("flush()")
-        self._forget_what_was_left()
+        self._end_what_was_left("flush()")
         self._find_known(instance)
-        if not self._every:
+        if not self.every:
             nothing_here(f"flush of {self.name}")
-        for windows in [*self._every]:
+        for windows in [*self.every]:
             windows.flush()
 
     def settle(self) -> None:
         """Wait for what travels in this thread's windows, and make the updates."""
         for windows in self.of_this_thread():
-            windows.settle()
+            windows.updater.settle()
 
     def reset(self) -> None:
         """Discard all open windows."""
-        self._insist_on_rest("reset()")
-        self._forget_what_was_left()
-        for windows in [*self._every]:
+        self._end_what_was_left("reset()")
+        for windows in [*self.every]:
             windows.discard()
 
     @property
@@ -146,9 +141,9 @@ class Registry:
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all windows, in the order of their first call, and the number of the last called."""
-        every = [*self._every]
+        every = [*self.every]
         for windows in every:
-            windows.settle()
+            windows.updater.settle()
         latest = next((place for place, one in enumerate(every) if one is self._latest), None)
         return {
             "version": VERSION,
@@ -162,17 +157,17 @@ class Registry:
         All are checked before any is loaded. A window that the state does not have begins anew.
         """
         self._insist_on_rest("load_state_dict()")
-        states, every = windows_in(state), [*self._every]
+        states, every = windows_in(state), [*self.every]
         for windows in every:
-            windows.settle()
+            windows.updater.settle()
         known = [*zip(every, states, strict=False)]
-        for windows, one in known:
-            check(windows, one)
         for one in states:
             check_steps_of(one, self.name, self.settings.steps)
-        self._orphaned.forget()
+        for windows, one in known:
+            check(windows, one)
+        self._cut_off.clear()
         for windows in every:
-            windows.begin_anew()
+            windows.begin_anew(Progress())
         for windows, one in known:
             load(windows, one)
         latest = state["latest"]
@@ -182,24 +177,24 @@ class Registry:
 
     def warn_if_open(self) -> None:
         """Called at the end of the instance, the function or the program."""
-        for windows in self._every:
+        for windows in self.every:
             self._warn_if_open(windows)
 
     def _drop(self, end: weakref.ref[Any]) -> None:
         """An optimizer is gone: drop its windows."""
-        gone = [windows for windows in self._every if end in windows.ends]
-        self._every = [windows for windows in self._every if end not in windows.ends]
+        gone = [windows for windows in self.every if end in windows.ends]
+        self.every = [windows for windows in self.every if end not in windows.ends]
         for windows in gone:
-            self._orphaned.note(windows.run)
+            if windows.run.index:
+                self._cut_off.append(windows.run.who)
             if windows is self._latest:
                 self._latest, self._last = None, windows.record.progress
         for windows in gone:
             self._warn_if_open(windows)  # which may raise, where warnings are errors
 
     def _warn_if_open(self, windows: Windows) -> None:
-        run, ahead = windows.run, windows.ahead
-        if ahead is not None and ahead.is_travelling:
-            ahead.abandon()
+        run = windows.run
+        if windows.updater.abandon():
             self._warn(LEFT.format(what=self.name))
         index, size, told = run.index, windows.record.progress.size, run.told is run.window
         if not index:
@@ -219,21 +214,22 @@ class Registry:
     def _find(self, instance: object, found: Sequence[object], came: Sequence[object] = ()) -> Windows:
         participants = participants_of(found)
         check_complete(participants, self.name, came, is_method=instance is not None)
-        windows = next((one for one in self._every if one.is_for(participants, instance)), None)
+        windows = next((one for one in self.every if one.is_for(participants.optimizers)), None)
         if windows is None:
-            self._orphaned.check(participants.models, [one.run for one in self._every])
-            windows = Windows(self.name, next(self._order), self.settings, participants, instance)
-            self._every.append(windows)
+            drop_cut_off(self.name, participants.models, self._cut_off, [one.run for one in self.every])
+            windows = Windows(self.name, next(self._order), self.settings, instance)
             windows.ends = [weakref.ref(optimizer, _weakly(self._drop)) for optimizer in participants.optimizers]
         windows.bind(participants, found)
-        self._latest = windows
+        if windows not in self.every:
+            self.every.append(windows)
         self._load_waiting(windows)
+        self._latest = windows  # only now: as long as the state does not fit, each call says so
         return windows
 
     def _find_known(self, instance: object) -> None:
         """If there are no windows, and the keywords name the participants, make the windows of those."""
         finder = self.settings.finder
-        if not self._every and finder.known():
+        if not self.every and finder.known():
             self._find(instance, finder.find(None, (), {}))
 
     def _load_waiting(self, windows: Windows) -> None:
@@ -248,13 +244,19 @@ class Registry:
         self._loaded, self._loaded_latest = others, None
 
     def _insist_on_rest(self, what: str) -> None:
-        for windows in self._every:
-            windows.insist_on_rest(what)
+        """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
+        if any(windows.is_running for windows in self.of_this_thread()):
+            raise GradSyncError(
+                f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that overlap "
+                "calls while the next window is open, at another place on ranks that have run out. Call it between two "
+                "calls, or after the loop."
+            )
 
-    def _forget_what_was_left(self) -> None:
+    def _end_what_was_left(self, what: str) -> None:
         """Items without a call, and windows without their optimizer: they are left on purpose."""
+        self._insist_on_rest(what)
         self.loops.forget_read_ahead()
-        self._orphaned.forget()
+        self._cut_off.clear()
 
 
 def _numbered(windows: Windows, position: int) -> Run:

@@ -49,14 +49,10 @@ class Settings:
             if not self.clip_norm > 0:
                 raise ValueError(f"clip_norm must be a positive number or None, but it is {self.clip_norm!r}.")
         _check_on_update(self.on_update)
-        for kind in self.skip:
-            if not (isinstance(kind, type) and issubclass(kind, Exception)):
-                came = (
-                    f"{kind!r} is in it"
-                    if isinstance(kind, type)
-                    else f"{kind!r}, of type {type(kind).__name__}, is in it"
-                )
-                raise TypeError(f"skip must be a tuple of exception types, but {came}. Pass the classes.")
+        for one in self.skip:
+            if not (isinstance(one, type) and issubclass(one, Exception)):
+                of = "" if isinstance(one, type) else f", of type {type(one).__name__},"
+                raise TypeError(f"skip must be a tuple of exception types, but {one!r}{of} is in it. Pass the classes.")
         check_compress(self.compress)
         if self.fit is not False:
             Fit(self.fit)  # which raises for what it cannot be

@@ -1,8 +1,7 @@
-"""`Updater`: the update of a closed window, from the gradients' normalisation to the schedulers."""
+"""`Updater`: makes the update of a window as it closes, from the gradients' normalisation to the schedulers."""
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from gradsync._step_hook import stepping
@@ -17,13 +16,16 @@ if TYPE_CHECKING:
 
     from gradsync.decorator.body_watch import BodyWatch
     from gradsync.decorator.participants import Participants
-    from gradsync.decorator.record import Record
+    from gradsync.decorator.progress import Record
     from gradsync.decorator.settings import Settings
-    from gradsync.functional import Closing, Run, Team, Update, Window
+    from gradsync.functional import Closing, Place, Run, Team, Update, Window
 
 
 class Updater:
-    """Makes the updates of one call's windows. It holds neither schedulers nor the scaler."""
+    """Makes the updates of one call's windows, each as its window closes. It holds neither schedulers nor the scaler.
+
+    With `overlap`, an `Overlapped` takes its place, which makes them later. What is empty here is for that.
+    """
 
     def __init__(self, run: Run, settings: Settings, record: Record, watch: BodyWatch) -> None:
         self.run = run
@@ -31,47 +33,44 @@ class Updater:
         self.record = record
         self.watch = watch
         self._schedulers: list[Callable[[], Any]] = []
-        self._scaler: weakref.ref[GradScaler] | None = None
-        self._making = NO_UPDATE  # the outcome of the current update
+        self._scaler = reference(None)
 
     def bind(self, participants: Participants) -> None:
         """Take note of a call's schedulers and scaler."""
         self._schedulers = [reference(scheduler) for scheduler in participants.schedulers]
-        self._scaler = None if participants.scaler is None else weakref.ref(participants.scaler)
+        self._scaler = reference(participants.scaler)
 
     @property
     def scaler(self) -> GradScaler | None:
         """The scaler, if there is one."""
-        return None if self._scaler is None else self._scaler()
+        scaler: GradScaler | None = self._scaler()
+        return scaler
 
     def close(self, closing: Closing) -> None:
         """After the open window has synchronised: make its update, if it gets one, and close it."""
         window = self.run.window
         assert window is not None, "it is closed here"
         team = window.team
-        self._making = NO_UPDATE
         factor = factor_of_update(self.settings.tail, closing)
         try:
             if factor is None:
+                self.record.note(NO_UPDATE, closing)
                 team.drop_gradients()
                 self._clear(team)
             else:
-                self.step(team, factor, window)
+                refuse_nonfinite(self.step(team, factor, closing, window), self.settings.nonfinite)
         finally:
             self.end_window()
-            self.record.note(self._making, closing)  # an update, also where a scheduler failed after it
-        if factor is not None:
-            refuse_nonfinite(self._making, self.settings.nonfinite)
 
-    def step(self, team: Team, factor: float, window: Window | None = None) -> Update:
+    def step(self, team: Team, factor: float, closing: Closing, window: Window | None = None) -> Update:
         """Make the update with synchronised gradients, step the schedulers, and clear the gradients."""
         settings, scaler, optimizers = self.settings, self.scaler, self.run.who.optimizers
-        self._making = NO_UPDATE
+        made = NO_UPDATE
         try:
             if window is not None and window.scale is not None and scaler is not None:
                 window.scale.correct(team.parameters, scaler)
             with stepping():
-                self._making = made = step_optimizers(
+                made = step_optimizers(
                     optimizers,
                     scaler=scaler,
                     clip_norm=settings.clip_norm,
@@ -82,28 +81,42 @@ class Updater:
                 if made.stepped and self._schedulers:
                     move([one for ref in self._schedulers if (one := ref()) is not None], optimizers)
         finally:
+            self.record.note(made, closing)  # an update, also where a scheduler failed after it
             self._clear(team)
         return made
 
     def end_window(self) -> None:
         """Close the window, after it has synchronised. Its update may come later (`overlap`)."""
-        window = self.run.window
-        assert window is not None, "it ends here"
-        self.record.size = window.size
+        self.record.note_size()
         self.run.close()
         self.watch.forget()
-
-    def note_landed(self, made: Update, closing: Closing) -> None:
-        """The update of an earlier window was made when its gradients arrived: record it, and call `on_update`."""
-        self.record.note(made, closing)
-        refuse_nonfinite(made, self.settings.nonfinite)
-        self.record.tell()
-
-    def note_failed(self, closing: Closing) -> None:
-        """An error ended the update, in the optimizer's step or in a scheduler's step after it."""
-        self.record.note(self._making, closing)
 
     def _clear(self, team: Team) -> None:
         zero(self.run.who.optimizers)
         for parameter in team.unowned:
             parameter.grad = None
+
+    # -- with `overlap` ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Called when a call begins."""
+
+    def lands_before(self, place: Place) -> bool:  # noqa: ARG002 - for `Overlapped`
+        """Whether what travels lands after the micro-batch of this place and before the boundary that follows."""
+        return False
+
+    def land_before_boundary(self) -> None:
+        """The same where this rank's data has ended, and it runs no micro-batch."""
+
+    def go_on(self, index: int) -> None:
+        """The open window has had `index` micro-batches."""
+
+    def settle(self) -> None:
+        """Wait for gradients that still travel, and make their update."""
+
+    def go_back(self) -> None:
+        """After an exception, which waits for nothing: put the last true parameters back."""
+
+    def abandon(self) -> bool:
+        """The function or the program ends: keep the last true parameters. Returns whether an update was to be made."""
+        return False

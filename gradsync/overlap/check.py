@@ -18,7 +18,6 @@ from gradsync.overlap.provisional import communicates, inner
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch import nn
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
@@ -58,8 +57,8 @@ def check_scaler(scaler: GradScaler | None) -> None:
         )
 
 
-def check_ddp(ddp: nn.Module) -> None:
-    """Raise unless the gradients of `ddp`, an engine's module, can travel."""
+def check_ddp(ddp: object) -> None:
+    """Raise unless the gradients of `ddp`, an engine's module or the engine itself, can travel."""
     if not isinstance(ddp, DistributedDataParallel):
         raise GradSyncError(
             "overlap needs a bare model, or a DistributedDataParallel, whose gradients it can send a copy of, but "

@@ -141,6 +141,17 @@ def test_steps_that_need_an_argument(make, text):
     assert text in str(error.value) and "gradsync.sync_every" in str(error.value)
 
 
+def test_a_later_scheduler_that_needs_an_argument():
+    """It is found before it could fail behind the optimizer's step."""
+    step = accumulating(steps=1)(lambda model, *_: mean_loss(model, X))
+    _, model, optimizer = made()
+    step(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    for _ in range(2):
+        with pytest.raises(TypeError, match="ReduceLROnPlateau.step needs 'metrics'"):
+            step(model, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    assert step.progress.updates == 1
+
+
 @pytest.mark.parametrize(
     ("returned", "text"),
     [

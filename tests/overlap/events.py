@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from gradsync import GradSyncError
+from gradsync._audit.engines import NUM_TRAVELLING
 from gradsync.engines import behind
 from tests.overlap.decorated import Training
 from tests.overlap.loop import Model, Plan, optimizer_of
@@ -314,6 +315,20 @@ def dropped() -> dict[str, bool]:
         assert len(caught) == 1 and "still travelling" in str(caught[0].message)
         freed[wrap.__name__] = all(ref() is None for ref in refs)
     return freed
+
+
+def alone() -> int:
+    """How many windows of a DDP on one rank are taken to travel."""
+    ddp = DDP(small_model())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    @gradsync.accumulating(2, overlap=1)
+    def step(model, optimizer, index):
+        return mean_loss(model, micro_batch(0, index))
+
+    for index in range(4):
+        step(ddp, optimizer, index)
+    return vars(ddp).get(NUM_TRAVELLING, 0)
 
 
 def left_behind() -> list[str]:

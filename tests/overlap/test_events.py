@@ -108,6 +108,10 @@ def test_a_model_that_goes_while_gradients_travel_is_freed(ranks):
     assert ranks(2).run(events.dropped) == [{"<lambda>": True, "DistributedDataParallel": True}] * 2
 
 
+def test_on_one_rank_nothing_travels(ranks):
+    assert ranks(1).run(events.alone) == [0]
+
+
 @pytest.mark.parametrize(("m", "at"), [(0, 3), (1, 4), (2, 5)])
 def test_an_update_counts_whose_scheduler_failed(ranks, m, at):
     """As without overlap."""
