@@ -57,31 +57,21 @@ micro-batches that do not fit in memory in such a loop (`fit`), and how large on
 """
 
 from gradsync._loss import LossSum, detach, find_loss
-from gradsync.functional._boundary import Boundary, Held
-from gradsync.functional._closing import Closing
-from gradsync.functional._fit import Fitting, fit
-from gradsync.functional._gradient_watch import GradientWatch
-from gradsync.functional._gradients import all_finite, clip, discard, norm, normalise
-from gradsync.functional._in_parts import InParts
-from gradsync.functional._items import length, with_last
-from gradsync.functional._lockstep import StandIn
-from gradsync.functional._micro_step import MicroStep
-from gradsync.functional._no_sync import no_sync
-from gradsync.functional._owned import bare_optimizer, owned
-from gradsync.functional._place import Part, Place
-from gradsync.functional._rows import rows_that_fit
-from gradsync.functional._run import Run
-from gradsync.functional._scaling import is_scaling
-from gradsync.functional._steps import Steps, correction, sizes, window_size
-from gradsync.functional._sync_every import sync_every
-from gradsync.functional._sync_gradients import sync_gradients
-from gradsync.functional._table import Share
-from gradsync.functional._tail import Tail, ends_with_data, factor_of_update
-from gradsync.functional._team import Team
-from gradsync.functional._terms import Terms, Who
-from gradsync.functional._transport import Transport
-from gradsync.functional._uneven_loop import Loop
-from gradsync.functional._update import (
+from gradsync.functional._iterator.fit import Fitting, fit
+from gradsync.functional._iterator.micro_step import MicroStep
+from gradsync.functional._iterator.sync_every import sync_every
+from gradsync.functional._loop.items import length, with_last
+from gradsync.functional._loop.lockstep import StandIn
+from gradsync.functional._loop.uneven_loop import Loop
+from gradsync.functional._parts.in_parts import InParts
+from gradsync.functional._parts.rows_that_fit import rows_that_fit
+from gradsync.functional._team.no_sync import no_sync
+from gradsync.functional._team.sync_gradients import sync_gradients
+from gradsync.functional._team.team import Team
+from gradsync.functional._update.grad_scaler import is_scaling
+from gradsync.functional._update.gradients import all_finite, clip, discard, norm, normalise
+from gradsync.functional._update.optimizers import bare_optimizer, owned
+from gradsync.functional._update.update import (
     NonFinite,
     Update,
     check_steppable,
@@ -91,7 +81,17 @@ from gradsync.functional._update import (
     update,
     zero,
 )
-from gradsync.functional._window import Window
+from gradsync.functional._window.boundary import Boundary, Held
+from gradsync.functional._window.closing import Closing
+from gradsync.functional._window.gradient_watch import GradientWatch
+from gradsync.functional._window.place import Part, Place
+from gradsync.functional._window.run import Run
+from gradsync.functional._window.steps import Steps, correction, sizes, window_size
+from gradsync.functional._window.table import Share
+from gradsync.functional._window.tail import Tail, ends_with_data, factor_of_update
+from gradsync.functional._window.terms import Terms, Who
+from gradsync.functional._window.transport import Transport
+from gradsync.functional._window.window import Window
 
 __all__ = [
     "Boundary",

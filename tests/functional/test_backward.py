@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.autograd import graph
 
-from gradsync.functional import _backward
-from gradsync.functional._backward import backward
-from gradsync.functional._order import HELD
+from gradsync.functional._team import backward as _backward
+from gradsync.functional._team.backward import backward
+from gradsync.functional._team.order import HELD
 from tests.support.models import small_model
 from tests.support.reference import mean_loss, micro_batch
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync import engines as gradsync_engines
-from gradsync.functional._gradients import normalise
+from gradsync.functional._update.gradients import normalise
 from gradsync.parts import Fit, call, run_in_parts
 from tests.parts.limited import BackwardOf, Held, Net, assert_same, batch, gradients, mean_loss, sum_loss
 

@@ -58,7 +58,8 @@ def private_imports(module: str, tree: ast.Module) -> list[str]:
         if parts[0] != "gradsync" or (module, module_of(name)) in MAY_IMPORT_PRIVATES:
             continue
         owners = [".".join(parts[:at]) for at in range(2, len(parts)) if parts[at].startswith("_")]
-        found += [name for owner in owners if owner in PACKAGES and owner != package_of(module)]
+        home = f"{package_of(module)}."
+        found += [name for owner in owners if owner in PACKAGES and not home.startswith(f"{owner}.")]
     return found
 
 
@@ -117,7 +118,7 @@ def test_no_package_imports_what_is_private_to_another() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["from gradsync.functional._run import Run", "from gradsync.functional import _run", "import gradsync.engines._ddp"],
+    ["from gradsync.functional._window.run import Run", "from gradsync.functional import _run", "import gradsync.engines._ddp"],
 )
 def test_a_private_import_is_found(line: str) -> None:
     assert private_imports("gradsync.decorator.windows", ast.parse(line))
@@ -154,8 +155,20 @@ def test_imports_go_one_way() -> None:
 @pytest.mark.parametrize("room", [*CORE, "engines", "overlap", "parts"])
 def test_each_room_has_a_map_of_all_its_files(room: str) -> None:
     text = (PACKAGE / room / "README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`(\w+\.py)`", text))
-    assert named == {path.name for path in (PACKAGE / room).glob("*.py")} - {"__init__.py"}
+    files = [path.name for path in (PACKAGE / room).rglob("*.py") if path.name != "__init__.py"]
+    assert set(re.findall(r"`(\w+\.py)`", text)) == set(files)
+    assert len(set(files)) == len(files), "one name, one file"
+
+
+def test_the_floors_of_functional_are_in_the_order_of_its_map() -> None:
+    """Each of its rooms imports only rooms that stand below it there, and none is left out."""
+    text = (PACKAGE / "functional" / "README.md").read_text(encoding="utf-8")
+    floors = [f"gradsync.functional.{name}" for name in re.findall(r"^(_\w+)  ", text, re.MULTILINE)]
+    assert set(floors) == {package for package in PACKAGES if package.startswith("gradsync.functional.")}
+    for module, tree in MODULES.items():
+        if (home := package_of(module)) in floors:
+            homes = {package_of(target) for name in imports(tree) if (target := module_of(name)) is not None}
+            assert homes.isdisjoint(["gradsync.functional", *floors[: floors.index(home)]]), module
 
 
 def test_no_file_is_long() -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import gradsync
-from gradsync.functional._talk import Talk
+from gradsync.functional._loop.talk import Talk
 from tests.support.compare import assert_equal_updates
 from tests.support.models import small_model
 from tests.support.recorder import Recorder

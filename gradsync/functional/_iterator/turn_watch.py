@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from gradsync._errors import GradSyncError
 from gradsync._state import OPEN
 from gradsync._step_hook import unwatch_steps, watch_steps
-from gradsync.functional._gradient_watch import GradientWatch
-from gradsync.functional._leaf_hooks import PlainBackward
-from gradsync.functional._left import insist_on_none_inside, insist_on_none_left, mark
-from gradsync.functional._owned import owned
+from gradsync.functional._iterator.left_gradients import insist_on_none_inside, insist_on_none_left, mark
+from gradsync.functional._team.leaf_hooks import PlainBackward
+from gradsync.functional._update.optimizers import owned
+from gradsync.functional._window.gradient_watch import GradientWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from gradsync.functional._closing import Closing
-    from gradsync.functional._place import Place
-    from gradsync.functional._run import Run
+    from gradsync.functional._window.closing import Closing
+    from gradsync.functional._window.place import Place
+    from gradsync.functional._window.run import Run
 
 # A body is much the same in each window. In the first ones each parameter has a hook, so that the error comes at once.
 # Later, changed gradients tell of a backward beside step.backward. Where they do not (on the last micro-step, on which

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradsync.functional._place import Part, Place
-from gradsync.functional._table import NOBODY, Share
-from gradsync.functional._tail import ends_with_data
+from gradsync.functional._window.place import Part, Place
+from gradsync.functional._window.table import NOBODY, Share
+from gradsync.functional._window.tail import ends_with_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gradsync.functional._items import Data
-    from gradsync.functional._run import Run
-    from gradsync.functional._talk import Talk
-    from gradsync.functional._window import Window
+    from gradsync.functional._loop.items import Data
+    from gradsync.functional._loop.talk import Talk
+    from gradsync.functional._window.run import Run
+    from gradsync.functional._window.window import Window
     from gradsync.ranks.line import Sent
 
 

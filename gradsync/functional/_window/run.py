@@ -9,21 +9,21 @@ from torch.autograd import profiler
 
 from gradsync._loss import LossSum, check_loss, no_gradient
 from gradsync._state import OPEN
-from gradsync.functional._backward import backward
-from gradsync.functional._boundary import Boundary, Held, Joined
-from gradsync.functional._exchange import Exchange, compare_sizes, meet_at_flush
-from gradsync.functional._leaf_hooks import weightless
-from gradsync.functional._order import HELD, Order
-from gradsync.functional._others import insist_on_one_window, land
-from gradsync.functional._owned import owned
-from gradsync.functional._place import Part, Place
-from gradsync.functional._ranges import both, named_range
-from gradsync.functional._steps import window_size
-from gradsync.functional._table import PLAIN
-from gradsync.functional._team import Team
-from gradsync.functional._terms import Terms, Who
-from gradsync.functional._transport import Transport
-from gradsync.functional._window import Window
+from gradsync.functional._team.backward import backward
+from gradsync.functional._team.leaf_hooks import weightless
+from gradsync.functional._team.order import HELD, Order
+from gradsync.functional._team.team import Team
+from gradsync.functional._update.optimizers import owned
+from gradsync.functional._update.profiler_ranges import both, named_range
+from gradsync.functional._window.boundary import Boundary, Held, Joined
+from gradsync.functional._window.exchange import Exchange, compare_sizes, meet_at_flush
+from gradsync.functional._window.other_runs import insist_on_one_window, land
+from gradsync.functional._window.place import Part, Place
+from gradsync.functional._window.steps import window_size
+from gradsync.functional._window.table import PLAIN
+from gradsync.functional._window.terms import Terms, Who
+from gradsync.functional._window.transport import Transport
+from gradsync.functional._window.window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
     from torch.amp import GradScaler
 
-    from gradsync.functional._backward import RunBackward
-    from gradsync.functional._boundary import Passage
-    from gradsync.functional._closing import Closing
-    from gradsync.functional._exchange import Exchanges
+    from gradsync.functional._team.backward import RunBackward
+    from gradsync.functional._window.boundary import Passage
+    from gradsync.functional._window.closing import Closing
+    from gradsync.functional._window.exchange import Exchanges
 
 
 class Run:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._table import IN_WORDS, PLAIN, SUMS, Share
+from gradsync.functional._window.table import IN_WORDS, PLAIN, SUMS, Share
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import agreed, insist, meet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradsync.functional._team import Team
-    from gradsync.functional._terms import Terms
-    from gradsync.functional._window import Window
+    from gradsync.functional._team.team import Team
+    from gradsync.functional._window.terms import Terms
+    from gradsync.functional._window.window import Window
     from gradsync.ranks.line import Sent
 
 

@@ -6,7 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradsync.functional._steps import Steps, check_steps, window_size
+from gradsync.functional._window.steps import Steps, check_steps, window_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from gradsync.functional._tail import Tail
+    from gradsync.functional._window.tail import Tail
 
 
 @dataclass(frozen=True)

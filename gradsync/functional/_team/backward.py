@@ -12,7 +12,7 @@ from gradsync._errors import GradSyncError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gradsync.functional._order import Order
+    from gradsync.functional._team.order import Order
 
 
 RunBackward: TypeAlias = "Callable[[torch.Tensor], object]"

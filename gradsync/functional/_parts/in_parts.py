@@ -10,7 +10,7 @@ import torch
 
 from gradsync._errors import GradSyncError, is_misuse
 from gradsync.engines import find
-from gradsync.functional._place import Part
+from gradsync.functional._window.place import Part
 from gradsync.parts import Backward, Fit, is_out_of_memory, run_in_parts
 from gradsync.ranks.lost import is_lost
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
     from gradsync._loss import LossSum
-    from gradsync.functional._boundary import Passage
-    from gradsync.functional._closing import Closing
-    from gradsync.functional._place import Place
-    from gradsync.functional._run import Run
-    from gradsync.functional._team import Team
+    from gradsync.functional._team.team import Team
+    from gradsync.functional._window.boundary import Passage
+    from gradsync.functional._window.closing import Closing
+    from gradsync.functional._window.place import Place
+    from gradsync.functional._window.run import Run
     from gradsync.parts import Cut
 
 

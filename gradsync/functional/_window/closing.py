@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._loss_sum_count import Count, is_count
-from gradsync.functional._steps import correction
-from gradsync.functional._table import IN_WORDS, NOBODY, PLAIN, SUMS, Share, sum_of_losses
+from gradsync.functional._window.loss_sum_count import Count, is_count
+from gradsync.functional._window.steps import correction
+from gradsync.functional._window.table import IN_WORDS, NOBODY, PLAIN, SUMS, Share, sum_of_losses
 from gradsync.ranks.meet import agreed, ranks_where
 
 if TYPE_CHECKING:

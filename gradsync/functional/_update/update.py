@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._gradients import all_finite, clip, discard, normalise
-from gradsync.functional._owned import bare_optimizer, owned
-from gradsync.functional._ranges import named_range
-from gradsync.functional._scaling import found_inf, is_scaling, unscale
+from gradsync.functional._update.grad_scaler import found_inf, is_scaling, unscale
+from gradsync.functional._update.gradients import all_finite, clip, discard, normalise
+from gradsync.functional._update.optimizers import bare_optimizer, owned
+from gradsync.functional._update.profiler_ranges import named_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from gradsync.functional._gradients import Spread
+    from gradsync.functional._update.gradients import Spread
 
 NonFinite = Literal["step", "skip", "raise"]
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._table import NOBODY, Share
-from gradsync.functional._tail import ends_with_data
+from gradsync.functional._window.table import NOBODY, Share
+from gradsync.functional._window.tail import ends_with_data
 from gradsync.ranks.line import device_of
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import ONE_FORWARD, ranks_where
@@ -17,8 +17,8 @@ from gradsync.ranks.meet import ONE_FORWARD, ranks_where
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gradsync.functional._run import Run
-    from gradsync.functional._team import Team
+    from gradsync.functional._team.team import Team
+    from gradsync.functional._window.run import Run
     from gradsync.ranks.line import Sent
 
 

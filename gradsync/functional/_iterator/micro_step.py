@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from gradsync._errors import GradSyncError
 from gradsync._frames import drawn_by
 from gradsync._loss import LossSum
-from gradsync.functional._gradients import normalise
-from gradsync.functional._place import Part, Place
-from gradsync.functional._ranges import NO_RANGE
-from gradsync.functional._turn_watch import TurnWatch, mixed
+from gradsync.functional._iterator.turn_watch import TurnWatch, mixed
+from gradsync.functional._update.gradients import normalise
+from gradsync.functional._update.profiler_ranges import NO_RANGE
+from gradsync.functional._window.place import Part, Place
 from gradsync.ranks.lost import waited
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gradsync.functional._backward import RunBackward
-    from gradsync.functional._closing import Closing
-    from gradsync.functional._run import Run
+    from gradsync.functional._team.backward import RunBackward
+    from gradsync.functional._window.closing import Closing
+    from gradsync.functional._window.run import Run
 
 
 class MicroStep:

@@ -12,13 +12,13 @@ from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import attach, find, is_compiled, ungather
-from gradsync.functional._backward import Hold
-from gradsync.functional._bystanders import Bystanders
-from gradsync.functional._gradients import discard, is_there
-from gradsync.functional._owned import owned
-from gradsync.functional._ranges import both
-from gradsync.functional._second_engine import SecondEngineWatch
-from gradsync.functional._snapshot import Snapshot
+from gradsync.functional._team.backward import Hold
+from gradsync.functional._team.bystanders import Bystanders
+from gradsync.functional._team.second_engine import SecondEngineWatch
+from gradsync.functional._team.snapshot import Snapshot
+from gradsync.functional._update.gradients import discard, is_there
+from gradsync.functional._update.optimizers import owned
+from gradsync.functional._update.profiler_ranges import both
 from gradsync.ranks.group import require_group
 from gradsync.ranks.line import Line
 from gradsync.ranks.lost import WaitingFor

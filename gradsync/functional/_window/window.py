@@ -9,9 +9,9 @@ import torch
 
 from gradsync._errors import GradSyncError, is_misuse
 from gradsync._loss import LossSum
-from gradsync.functional._loss_sum_count import Count
-from gradsync.functional._scaling import Scale, is_scaling
-from gradsync.functional._table import MEANS, NOBODY, NOTHING, SUMS, Share
+from gradsync.functional._update.grad_scaler import Scale, is_scaling
+from gradsync.functional._window.loss_sum_count import Count
+from gradsync.functional._window.table import MEANS, NOBODY, NOTHING, SUMS, Share
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
     from gradsync.engines import Engine
-    from gradsync.functional._team import Team
+    from gradsync.functional._team.team import Team
     from gradsync.ranks.line import Sent
 
 

@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gradsync._errors import GradSyncError
 from gradsync._frames import driver_of, is_running
 from gradsync._state import LOOPS
-from gradsync.functional._exchange import Exchange, alike
-from gradsync.functional._items import Data
-from gradsync.functional._lockstep import Lockstep, StandIn
-from gradsync.functional._loop_checks import (
+from gradsync.functional._loop.checks import (
     check_lengths,
     check_repeats,
     insist_on_even_around,
@@ -21,10 +18,13 @@ from gradsync.functional._loop_checks import (
     refuse_join,
     refuse_to_rest,
 )
-from gradsync.functional._place import Part
-from gradsync.functional._table import NOBODY, Share
-from gradsync.functional._tail import ends_with_data
-from gradsync.functional._talk import Talk
+from gradsync.functional._loop.items import Data
+from gradsync.functional._loop.lockstep import Lockstep, StandIn
+from gradsync.functional._loop.talk import Talk
+from gradsync.functional._window.exchange import Exchange, alike
+from gradsync.functional._window.place import Part
+from gradsync.functional._window.table import NOBODY, Share
+from gradsync.functional._window.tail import ends_with_data
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import meet_with_data, nothing_here
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import CodeType
 
-    from gradsync.functional._place import Place
-    from gradsync.functional._run import Run
-    from gradsync.functional._window import Window
+    from gradsync.functional._window.place import Place
+    from gradsync.functional._window.run import Run
+    from gradsync.functional._window.window import Window
     from gradsync.ranks.line import Sent
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import torch
 from typing_extensions import TypeIs
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._gradients import known_spread, local_of
+from gradsync.functional._update.gradients import known_spread, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from gradsync.functional._gradients import Spread
+    from gradsync.functional._update.gradients import Spread
 
 
 def is_scaling(scaler: GradScaler | None) -> TypeIs[GradScaler]:

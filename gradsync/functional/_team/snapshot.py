@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gradsync.engines import is_engine
-from gradsync.functional._owned import owned
+from gradsync.functional._update.optimizers import owned
 from gradsync.ranks.group import several_ranks
 
 if TYPE_CHECKING:

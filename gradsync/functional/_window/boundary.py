@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch.autograd import Variable
 
-from gradsync.functional._closing import Closing, factor_of
-from gradsync.functional._order import HELD, Order
-from gradsync.functional._table import SUMS
+from gradsync.functional._team.order import HELD, Order
+from gradsync.functional._window.closing import Closing, factor_of
+from gradsync.functional._window.table import SUMS
 from gradsync.ranks.lost import WaitingFor, is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gradsync.functional._exchange import Exchange
-    from gradsync.functional._table import Share
-    from gradsync.functional._terms import Terms
-    from gradsync.functional._transport import Transport
-    from gradsync.functional._window import Window
+    from gradsync.functional._window.exchange import Exchange
+    from gradsync.functional._window.table import Share
+    from gradsync.functional._window.terms import Terms
+    from gradsync.functional._window.transport import Transport
+    from gradsync.functional._window.window import Window
     from gradsync.ranks.line import Sent
 
     Passage: TypeAlias = "Held | Boundary"

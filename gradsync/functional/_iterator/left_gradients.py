@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gradsync._errors import GradSyncError
 from gradsync._frames import is_left_on_purpose
-from gradsync.functional._gradients import values_here
+from gradsync.functional._update.gradients import values_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from gradsync.functional._run import Run
-    from gradsync.functional._team import Team
+    from gradsync.functional._team.team import Team
+    from gradsync.functional._window.run import Run
 
 _LEFT = "_gradsync_left"  # of a gradient that a window left behind, or an update used: its version then
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING
 
-from gradsync.functional._gradients import is_there
+from gradsync.functional._update.gradients import is_there
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from gradsync.functional._team import Team
+    from gradsync.functional._team.team import Team
 
 _GRADIENT = attrgetter("grad")
 

@@ -1,0 +1,1 @@
+"""`sync_every`: a loop that keeps its own backward and update."""

@@ -1,0 +1,1 @@
+"""Data that ends, on each rank at a time of its own."""

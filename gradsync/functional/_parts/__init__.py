@@ -1,0 +1,1 @@
+"""A micro-batch in parts, and how large one may be."""

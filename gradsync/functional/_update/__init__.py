@@ -1,0 +1,1 @@
+"""The update of a closed window, and arithmetic on gradients."""

@@ -1,0 +1,1 @@
+"""One window after another, from a call to what came from all ranks."""
