@@ -28,6 +28,14 @@ def ranks():
     return pool
 
 
+@pytest.fixture(scope="module")
+def new_ranks():
+    """`ranks`, begun anew for a file: a rank without an item cannot choose between the groups that others have left."""
+    for one in _POOLS.values():
+        one.stop()
+    return pool
+
+
 @pytest.fixture(scope="session")
 def programs():
     """`programs.run("script.py", "--option")` is a program's exit code, output and complaints."""

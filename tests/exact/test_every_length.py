@@ -57,7 +57,7 @@ def all_lengths(steps: int, mode: str, wrap: str, most: int) -> int:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["over", "unsized", "flush", "sync_every"])
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
-def test_every_length_and_window_is_the_float64_mean(ranks, size, mode, wrap):
+def test_every_length_and_window_is_the_float64_mean(new_ranks, size, mode, wrap):
     """0 to 12 micro-batches in windows of 1 to 6, on 1 to 3 ranks."""
     for steps in range(1, 7):
-        assert ranks(size).run(all_lengths, steps, mode, wrap, 12) == [13] * size
+        assert new_ranks(size).run(all_lengths, steps, mode, wrap, 12) == [13] * size

@@ -193,3 +193,4 @@ def sub_group() -> None:
 
 def test_a_sub_group(ranks):
     ranks(3).run(sub_group)
+    ranks(3).stop()  # with its group, no rank without items can know whom to wait for
