@@ -52,15 +52,15 @@ class Updater:
         assert window is not None, "it is closed here"
         team = window.team
         factor = factor_of_update(self.settings.tail, closing)
-        try:
-            if factor is None:
-                self.record.note(NO_UPDATE, closing)
-                team.drop_gradients()
-                self._clear(team)
-            else:
-                refuse_nonfinite(self.step(team, factor, closing, window), self.settings.nonfinite)
-        finally:
+        if factor is None:
+            self.record.note(NO_UPDATE, closing)
+            team.drop_gradients()
+            self._clear(team)
             self.end_window()
+            return
+        made = self.step(team, factor, closing, window)
+        self.end_window()
+        refuse_nonfinite(made, self.settings.nonfinite)
 
     def step(self, team: Team, factor: float, closing: Closing, window: Window | None = None) -> Update:
         """Make the update with synchronised gradients, step the schedulers, and clear the gradients."""
@@ -80,9 +80,17 @@ class Updater:
                 )
                 if made.stepped and self._schedulers:
                     move([one for ref in self._schedulers if (one := ref()) is not None], optimizers)
+        except BaseException:
+            # A step that failed closes no window: other ranks may have made it, and the next table tells them. A
+            # scheduler that failed comes after an update.
+            if made.stepped and window is not None:
+                self.end_window()
+            if made.stepped or window is None:
+                self.record.note(made, closing)
+            raise
         finally:
-            self.record.note(made, closing)  # an update, also where a scheduler failed after it
             self._clear(team)
+        self.record.note(made, closing)
         return made
 
     def end_window(self) -> None:

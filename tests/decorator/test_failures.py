@@ -123,15 +123,28 @@ def test_a_skipped_type_out_of_a_backward_drops_the_window_everywhere(ranks, bad
     ranks(2).run(spoiled, bad)
 
 
-def failing_in_a_loop(wrap: str) -> list:
+class FailingOnce(torch.optim.SGD):
+    """Its step fails once if it is told to."""
+
+    fails = False
+
+    def step(self, *_):
+        if self.fails:
+            self.fails = False
+            raise ZeroDivisionError
+        return super().step()
+
+
+def failing_in_a_loop(wrap: str, where: str) -> list:
     """One rank's boundary fails and its user goes on; what each rank hears."""
     model = small_model()
     home = DDP(model) if wrap == "ddp" else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = FailingOnce(model.parameters(), lr=0.1)
 
     @accumulating(steps=2)
     def step(model, optimizer, x, fails):
-        return Trap.apply(mean_loss(model, x), ZeroDivisionError() if fails else None)
+        optimizer.fails = fails and where == "step"
+        return Trap.apply(mean_loss(model, x), ZeroDivisionError() if fails and where == "backward" else None)
 
     rank, said = dist.get_rank(), []
     try:
@@ -145,10 +158,11 @@ def failing_in_a_loop(wrap: str) -> list:
     return said
 
 
+@pytest.mark.parametrize("where", ["backward", "step"])
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
-def test_a_rank_that_has_missed_an_update_in_a_loop_is_named_on_every_rank(ranks, wrap):
+def test_a_rank_that_has_missed_an_update_in_a_loop_is_named_on_every_rank(ranks, wrap, where):
     """The others made that update."""
-    for rank, said in enumerate(ranks(2).run(failing_in_a_loop, wrap, limit=15)):
+    for rank, said in enumerate(ranks(2).run(failing_in_a_loop, wrap, where, limit=15)):
         assert said[:-1] == ["failed"] * rank
         assert "same number of closed windows, but rank 0 has 2, rank 1 has 1" in said[-1] and "skip=" in said[-1]
 
