@@ -104,13 +104,14 @@ def before_it_hears_that_the_others_have_run_out(scene: Scene) -> None:
         scene.call()
 
 
-def in_sync_every(scene: Scene, plain: bool = False) -> None:
+def in_sync_every(scene: Scene, plain: bool = False, how: str = "bare") -> None:
     import gradsync
 
-    for micro, x in gradsync.sync_every(scene.model, 2, [scene.batch] * 8):
+    _wrap(scene, how)
+    for micro, x in gradsync.sync_every(scene.home, 2, [scene.batch] * 8):
         if (micro.window, micro.index) == (2, 1):
             scene.die()
-        loss = scene.model(x).square().mean()
+        loss = scene.home(x).square().mean()
         loss.backward() if plain else micro.backward(loss)
         if micro.last:
             scene.optimizer.step()

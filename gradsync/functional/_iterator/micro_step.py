@@ -101,7 +101,6 @@ class Turn:
         self._current: MicroStep | None = None
         self._done: MicroStep | None = None
         self._over: Callable[[], bool] | None = None  # call it after the user's own backward
-        self._closing: Closing | None = None
         self._hold: AbstractContextManager[Any] = NO_RANGE
         self._watch = TurnWatch(run, self._join)
 
@@ -111,7 +110,7 @@ class Turn:
 
     def at(self, place: Place) -> Turn:
         """Context manager: inside, holds and hooks are in place for the `MicroStep` of a place."""
-        self._place, self._done, self._over, self._closing = place, None, None, None
+        self._place, self._done, self._over = place, None, None
         self.is_empty = self._broken = False
         return self
 
@@ -138,18 +137,17 @@ class Turn:
             self._hold.__exit__(kind, error, where)
         if self._broken:  # also where the body caught the error: what had arrived must not count in a mean
             self._run.discard()
-        if kind is None:
-            self._end_place()
-
-    def _end_place(self) -> None:
-        """Called after a turn that ended without an exception."""
         place = self._place
-        assert place is not None, "a turn has one"
-        if not place.last:
-            if self._done is None and self._over is None:
-                self._run.pass_by()
+        if kind is not None or place is None:
             return
-        if self._closing is None:
+        if place.last:
+            self._end_window(place)
+        elif self._done is None and self._over is None:
+            self._run.pass_by()
+
+    def _end_window(self, place: Place) -> None:
+        """Called after the last turn of a window, if that ended without an exception."""
+        if self._watch.closing is None:
             self._run.insist_on_same(place)
             raise GradSyncError(
                 f"The last micro-step of a window must run a backward, which synchronises the window, but that of "
@@ -190,7 +188,6 @@ class Turn:
         self._watch.after_backward(place, closing)
         if closing is None:
             return
-        self._note(closing)
         team = self._run.fitting_team()
         self.is_empty = closing.factor is None
         if closing.factor is None:
@@ -210,14 +207,10 @@ class Turn:
         if self._over is None:
             if not self._run.fitting_team().holds_inside:  # their parameters are gathered now
                 self._run.insist_on_same(place)
-            self._over = self._run.join(place, self._watch.reached, self._note)
-        elif self._closing is not None and place.last:
+            self._over = self._run.join(place, self._watch.reached, self._watch.note)
+        elif self._watch.closing is not None and place.last:
             raise GradSyncError(
                 f"The last micro-step of a window runs one backward, which synchronises the window, but in that of "
                 f"window {place.window} a second one came, whose gradients would stay on this rank. Add the losses up, "
                 "and run backward once."
             )
-
-    def _note(self, closing: Closing | None) -> None:
-        self._closing = closing
-        self._watch.note(closing)

@@ -39,30 +39,32 @@ class TurnWatch:
         self._plain: PlainBackward | None = None
         self._at_ends: PlainBackward | None = None  # the hooks at the first and the last parameter, to be used again
         self._gradients = GradientWatch()
+        self._is_blind = False  # whether engines keep gradients inside, where that watch does not see them
         self._older: Sequence[torch.Tensor] = ()  # for each gradient that a window began with: whether it was not zero
         self._place: Place | None = None  # of the current turn
-        self._closing: Closing | None = None  # of the window, once it has synchronised
+        self.closing: Closing | None = None  # of the window, once it has synchronised
         watch_steps(self)
 
     def begin(self, place: Place) -> None:
         """A turn begins."""
-        self._place, self._closing = place, None
-        team = self._run.fitting_team()
+        self._place, self.closing = place, None
         if not place.index:
+            team = self._run.fitting_team()
             insist_on_none_inside(team)
             if team is not self._gradients.team:
                 self._gradients.watch(team)
-                self._at_ends = None
+                self._at_ends, self._is_blind = None, team.holds_inside
             self._gradients.remember()
         if not self.is_explicit or place.window < _NUM_LOOKED_AT:
             self._watch_everywhere()
-        elif team.holds_inside:
+        elif self._is_blind:
             self._watch_ends()
 
     def end(self) -> None:
         """A turn ends."""
         self._place = None
-        self._stop()
+        if self._plain is not None:
+            self._stop()
 
     def end_loop(self) -> None:
         """Called after the last turn. What refers to the models goes now, and waits for no garbage collection."""
@@ -79,7 +81,8 @@ class TurnWatch:
         if not self.is_explicit and self._run.is_plain:
             raise mixed(place)
         self.is_explicit = True
-        self._stop()
+        if self._plain is not None:
+            self._stop()
         if not place.index:
             self._older = insist_on_none_left(self._run.fitting_team())
             if self._gradients.appeared():
@@ -96,7 +99,7 @@ class TurnWatch:
 
     def note(self, closing: Closing | None) -> None:
         """The window has synchronised."""
-        self._closing = closing
+        self.closing = closing
 
     def after_backward(self, place: Place, closing: Closing | None) -> None:
         """That backward has ended."""
@@ -109,9 +112,10 @@ class TurnWatch:
                 "window, or of backwards of your own. Clear them before. Models that are not stepped after each window "
                 "need a sync_every of their own."
             )
+        self.closing = closing
         if place.window < _NUM_LOOKED_AT:
             self._watch_everywhere()
-        elif closing is not None or self._run.fitting_team().holds_inside:
+        elif closing is not None or self._is_blind:
             self._watch_ends()
 
     def __call__(self, optimizer: Any) -> None:
@@ -121,7 +125,7 @@ class TurnWatch:
         team, stepped = self._run.fitting_team(), owned([optimizer])
         if team.ids.isdisjoint(map(id, stepped)):
             return
-        if self._closing is None:
+        if self.closing is None:
             self._run.insist_on_same(self._place)  # what was unfrozen in the body has had no backward of the window's
             where = "before the backward of the last one" if self._place.last else "on one that is held"
             raise GradSyncError(
@@ -130,15 +134,15 @@ class TurnWatch:
                 "step.last: optimizer.step(); optimizer.zero_grad()."
             )
         left = [one for one in stepped if id(one) not in team.ids and one.grad is not None]
-        if left and (team.num_ranks > 1 or self._closing.factor not in {None, 1.0}):
+        if left and (team.num_ranks > 1 or self.closing.factor not in {None, 1.0}):
             _insist_on_models(left)
         if not self._run.is_plain:
             mark(stepped)
 
     def _stop(self) -> None:
-        if self._plain is not None:
-            self._plain.stop()
-            self._plain = None
+        assert self._plain is not None, "asked before, for most turns have none"
+        self._plain.stop()
+        self._plain = None
 
     def _watch_everywhere(self) -> None:
         team = self._run.fitting_team()
@@ -152,7 +156,7 @@ class TurnWatch:
             team = self._run.fitting_team()
             leaves = dict.fromkeys((*_ends(team.leaves), *_ends(team.watchable)))
             at_ends = PlainBackward(leaves, self._came, team.swapped)
-            self._at_ends = None if team.holds_inside else at_ends
+            self._at_ends = None if self._is_blind else at_ends
         self._plain = at_ends.watch()
 
 

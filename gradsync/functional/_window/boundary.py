@@ -193,9 +193,8 @@ class Joined:
 
     def _finish(self) -> None:
         self._note_visits()
-        closing = self._passage.end()
         self._has_ended = True
-        self._done(closing)
+        self._done(self._passage.end())
 
     def _note_visits(self) -> None:
         for engine in self._passage.order.armed:
