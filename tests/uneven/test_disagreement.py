@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.support.homes import mesh
 from tests.support.models import small_model
 from tests.support.recorder import Recorder
 from tests.support.reference import mean_loss, micro_batch, sum_loss, train, window_mean
+from tests.support.traps import Trap
 
 
 def disagreement(what: str, iterator: bool = False, engine: str = "bare") -> str:
@@ -220,3 +222,30 @@ def joined() -> str:
 def test_torchs_join_around_a_loop_is_an_error_on_every_rank(ranks):
     for text in ranks(2).run(joined, limit=15):
         assert "torch's Join is around it" in text, text
+
+
+def last_call_failed(more: int, sized: bool) -> str:
+    """The backward of a rank's last call fails, which the body catches, and other ranks go on."""
+    rank = dist.get_rank()
+    model = small_model()
+    optimizer = Recorder(model.parameters())
+
+    @accumulating(steps=2, model=model, optimizer=optimizer)
+    def step(x, error):
+        return model(Trap.apply(x.requires_grad_(), error)).square().mean()
+
+    items = range(2 + (more if rank == 0 else 0))
+    try:
+        for i in step.over(items if sized else iter(items)):
+            with suppress(ZeroDivisionError):
+                step(micro_batch(rank, i), ZeroDivisionError() if (rank, i) == (1, 1) else None)
+    except gradsync.GradSyncError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("more", [1, 2, 4])
+def test_a_rank_that_has_run_out_after_a_boundary_that_failed_is_told_of(ranks, more, sized):
+    for text in ranks(2).run(last_call_failed, more, sized, limit=15):
+        assert "rank 0 has 1, rank 1 has 0. A boundary failed on the rank that has fewer" in text, text

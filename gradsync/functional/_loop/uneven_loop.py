@@ -145,7 +145,7 @@ class Loop:
             alone.fitting_team()  # collective where participants have changed: the others make it as a window opens
         mine = Share(open=talk.first_open, left=0.0 if alone else _ASKS)
         if alone is not None:
-            mine = mine._replace(changes=self.exchange(alone).changes)
+            mine = mine._replace(changes=self.exchange(alone).changes, number=float(alone.number))
             if alone.window is not None:
                 mine = alone.window.share(opened=talk.first_open, changes=mine.changes)
         sent = talk.send(mine)
