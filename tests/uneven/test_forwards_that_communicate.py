@@ -197,3 +197,38 @@ def taking_items_out(kind: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["decorated", "sync_every"])
 def test_a_body_that_takes_items_out_of_its_batch(ranks, how):
     ranks(2).run(taking_items_out, "fsdp2", how, limit=15)
+
+
+def carried_after(what: str, engine: str) -> None:
+    """A window is discarded, or flushed, in the middle of a loop of known length: the next one is carried as it is."""
+    rank = dist.get_rank()
+    home = sharded("fsdp2") if engine == "fsdp2" else small_model()
+    optimizer = Recorder(home.parameters(), lr=0.05)
+    step = accumulating(steps=3, tail="carry", model=home, optimizer=optimizer)(lambda x: mean_loss(home, x))
+    windows = [[]]
+    for epoch, length in enumerate([7, 2]):
+        for i in step.over(range(length)):
+            if (epoch, i) == (0, 5) and what == "exception":
+                with pytest.raises(TypeError):
+                    step(None)
+                windows[-1].clear()
+                continue
+            step(micro_batch(rank, 10 * epoch + i))
+            windows[-1] += [(r, 10 * epoch + i) for r in range(dist.get_world_size())]
+            if (epoch, i) == (0, 4) and what in {"flush", "reset"}:
+                getattr(step, what)()
+                if what == "reset":
+                    windows[-1].clear()
+                else:
+                    windows.append([])
+            elif len(windows[-1]) == 3 * dist.get_world_size():
+                windows.append([])
+    step.flush()
+    expected, _ = train(small_model(), [one for one in windows if one], window_mean, lr=0.05)
+    assert_equal_updates(optimizer.seen, expected)
+
+
+@pytest.mark.parametrize("what", ["exception", "flush", "reset"])
+@pytest.mark.parametrize("engine", ["bare", "fsdp2"])
+def test_a_window_is_carried_after_another_was_discarded(ranks, what, engine):
+    ranks(2).run(carried_after, what, engine, limit=15)

@@ -50,6 +50,7 @@ class Lockstep:
         self._data = data
         self._talk = talk
         self._planned: int | None = None  # calls in the open window; None where the ranks must ask
+        self._planned_by: Sequence[Share] = ()  # what the ranks had said then
         self._asked: _Asked | None = None  # about the next call, where it was asked
 
     def plan(self, run: Run, window: Window) -> None:
@@ -59,6 +60,7 @@ class Lockstep:
         self._planned = None
         if (
             talk.is_in_lockstep
+            and (shares is not self._planned_by or not shares)  # else that window was discarded: these are out of date
             and not callable(run.terms.steps)
             and len(talk.called) <= 1
             and len(talk.runs()) <= 1
@@ -71,7 +73,7 @@ class Lockstep:
             ):
                 self._planned = int(max(lefts))
         if self._planned is not None:
-            self._asked = None
+            self._asked, self._planned_by = None, shares
 
     def ends(self, run: Run, window: Window) -> bool:
         """Whether the call that has begun is the last of all ranks', or the last of its planned window."""
