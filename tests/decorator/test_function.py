@@ -9,6 +9,7 @@ import pickle
 import types
 import warnings
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -149,6 +150,47 @@ def test_dropping_model_and_optimizer_frees_everything():
     try:
         del model, optimizer
         assert [ref() for ref in refs] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+class Fails(torch.autograd.Function):
+    """Its backward fails. The exception is new each time: one that a graph refers to is a cycle by itself."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("fit", [False, True])
+@pytest.mark.parametrize("skip", [ZeroDivisionError, ()])
+@pytest.mark.parametrize("fails", [0, 1])
+def test_an_exception_in_a_backward_keeps_nothing(fails, skip, fit):
+    """A frame that is in the traceback of an exception must not refer to it: that is a cycle, with the model in it."""
+
+    def run() -> list[weakref.ref]:
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @accumulating(steps=2, skip=skip, fit=fit)
+        def step(model, optimizer, x, fail):
+            return mean_loss(model, (Fails.apply if fail else torch.clone)(x.requires_grad_()))
+
+        for i in range(4):
+            with suppress(ZeroDivisionError):
+                step(model, optimizer, micro_batch(0, i), i == 2 + fails)
+        step.reset()
+        return [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model[0].weight)]
+
+    run()  # what torch imports at its first exception may keep some frames
+    gc.collect()
+    gc.disable()
+    try:
+        assert [ref() for ref in run()] == [None, None, None]
     finally:
         gc.enable()
 

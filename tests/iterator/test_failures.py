@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
+from gradsync import GradSyncError
 from tests.support.compare import assert_equal_updates
 from tests.support.models import small_model
 from tests.support.recorder import Recorder
@@ -98,3 +99,18 @@ def test_a_held_backward_that_fails_in_a_body_that_goes_on(ranks, size, how, at)
                 caught(wrap, how, fails, at)
             else:
                 ranks(size).run(caught, wrap, how, fails, at)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_boundary_that_fails_in_a_body_that_goes_on(sized):
+    model = small_model()
+    items = [micro_batch(0, i) for i in range(4)]
+    loop = gradsync.sync_every(model, 2, items) if sized else zip(gradsync.sync_every(model, 2), items)
+    with pytest.raises(GradSyncError, match="that of window 0 failed, and the loop's body caught the exception"):
+        for step, x in loop:
+            try:
+                y = model(Trap.apply(x.requires_grad_(), ZeroDivisionError() if step.last else None))
+                step.backward(y.square().mean())
+            except ZeroDivisionError:
+                continue
+    assert all(parameter.grad is None for parameter in model.parameters())

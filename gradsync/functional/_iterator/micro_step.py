@@ -147,6 +147,12 @@ class Turn:
 
     def _end_window(self, place: Place) -> None:
         """Called after the last turn of a window, if that ended without an exception."""
+        if self._broken:
+            raise GradSyncError(
+                f"The last micro-step of a window synchronises it, but the backward of that of window {place.window} "
+                "failed, and the loop's body caught the exception. This rank has discarded the window, and the others "
+                "may have closed it. Let that exception leave the loop, and begin another loop on all ranks."
+            )
         if self._watch.closing is None:
             self._run.insist_on_same(place)
             raise GradSyncError(
