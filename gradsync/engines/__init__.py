@@ -16,17 +16,17 @@ from gradsync.engines._find import (
 )
 from gradsync.engines._gloo import settle_all_groups
 from gradsync.engines._protocol import Engine
-from gradsync.engines._words import in_our_words
+from gradsync.engines._words import clarify
 
 __all__ = [
     "Engine",
     "attach",
     "bare",
     "behind",
+    "clarify",
     "common_group",
     "find",
     "gradients_in",
-    "in_our_words",
     "in_pairs",
     "is_compiled",
     "is_engine",

@@ -31,7 +31,9 @@ _TOLD = {
 }
 
 
-def in_our_words(error: BaseException) -> GradSyncError | None:
-    """The error to raise instead of this one of the reducer's; None if it is not known as such."""
+def clarify(error: BaseException) -> None:
+    """Raise a clearer error from this one of the reducer's, if it is one that is known."""
     said = str(error) if isinstance(error, RuntimeError) else ""  # NotImplementedError is one, too
-    return next((GradSyncError(ours) for theirs, ours in _TOLD.items() if theirs in said), None)
+    for theirs, ours in _TOLD.items():
+        if theirs in said:
+            raise GradSyncError(ours) from error

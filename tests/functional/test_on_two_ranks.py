@@ -133,11 +133,12 @@ def parts_of_a_micro_batch(wrap) -> None:
             loss = mean_loss(model, micro_batch(rank, index))
             begun = run.begin(place, loss)
             assert isinstance(begun, F.Boundary | F.Held)
-            for engine in begun.order.armed:
-                engine.arm(loss)
-            tensor, seed = run.window.weigh(loss, None)
-            tensor.backward(seed)
-            closing = begun.end()
+            with begun:
+                for engine in begun.order.armed:
+                    engine.arm(loss)
+                tensor, seed = run.window.weigh(loss, None)
+                tensor.backward(seed)
+            closing = begun.closing
     F.update([optimizer], factor=closing.factor)
     run.close()
     assert_equal_state(inner.state_dict(), expected([(r, i) for r in range(2) for i in range(2)]), 1e-12)

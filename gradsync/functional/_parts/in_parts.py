@@ -16,6 +16,7 @@ from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from types import TracebackType
 
     from torch.amp import GradScaler
 
@@ -75,22 +76,19 @@ class InParts:
             self._fit.open(models, () if team is checked else [*team.engines, *find(models)])
             self._team = weakref.ref(team)
         backward = _BackwardOfWindow(run, place, scaler, changes)
-        try:
+        returned, num_dropped = None, run.num_dropped
+        with backward:
             returned, self.parts, self.rows = run_in_parts(function, args, kwargs, backward, self._fit)
-        except BaseException as error:  # noqa: BLE001 - goes on, if it is not to be skipped
-            return None, backward.fail(error)
-        assert backward.begun is not None, "that of the last part"
-        num_dropped = run.num_dropped
-        closing = backward.begun.end()
-        return returned if run.num_dropped == num_dropped else None, closing
+        return returned if run.num_dropped == num_dropped else None, backward.closing
 
 
 class _BackwardOfWindow(Backward):
-    """The backward of one micro-batch. The engines synchronise in the last part only."""
+    """The backward of one micro-batch, inside which its parts run. The engines synchronise in the last part only."""
 
     def __init__(self, run: Run, place: Place, scaler: GradScaler | None, changes: Callable[[], object]) -> None:
         self.parameters = run.fitting_team().parameters
-        self.begun: Passage | None = None  # set when the backward of the last part begins
+        self.closing: Closing | None = None
+        self._begun: Passage | None = None  # set when the backward of the last part begins
         self._has_changed = False  # whether a gradient of this micro-batch may have been accumulated
         self._run, self._place, self._scaler, self._changes = run, place, scaler, changes
 
@@ -107,7 +105,7 @@ class _BackwardOfWindow(Backward):
 
     def run(self, tensor: torch.Tensor, seed: torch.Tensor | None, whole: torch.Tensor | LossSum) -> None:
         try:
-            self.begun = self._run.begin(self._place, whole)
+            self._begun = self._run.begin(self._place, whole)
         except Exception as error:
             if is_out_of_memory(error):  # the ranks must not begin twice
                 raise GradSyncError(
@@ -115,21 +113,36 @@ class _BackwardOfWindow(Backward):
                     "synchronise, but there was no memory left for these. Leave more room: fewer rows a call."
                 ) from error
             raise
-        for engine in self.begun.order.armed:
+        for engine in self._begun.order.armed:
             engine.arm(tensor)
         tensor.backward(seed)
 
     def held(self) -> ExitStack:
         stack = ExitStack()
-        for engine in () if self.begun is None else self.begun.order.armed:
+        for engine in () if self._begun is None else self._begun.order.armed:
             stack.enter_context(engine.holding_armed())
         return stack
 
-    def fail(self, error: BaseException) -> Closing | None:
-        """A part failed for another reason than memory, or could not be cut."""
-        run, place = self._run, self._place
-        if self.begun is not None:  # the other ranks may wait in the collectives that it began
-            return self.begun.end(error)
-        if not isinstance(error, run.terms.skip) or is_misuse(error) or is_lost(error):
-            raise error
-        return run.drop(place, error if self._has_changed else None)
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> bool:
+        run, place, begun = self._run, self._place, self._begun
+        if begun is not None:  # the other ranks may wait in the collectives that it began
+            drops = begun.__exit__(kind, error, where)
+            self.closing = begun.closing
+            return drops
+        # A part failed for another reason than memory, or could not be cut.
+        if error is None or not isinstance(error, run.terms.skip) or is_misuse(error) or is_lost(error):
+            return False
+        window = run.window
+        assert window is not None, "a place has been started"
+        if self._has_changed and not window.fail(error):
+            return False
+        if self._has_changed:
+            window.num_own += 1
+        else:
+            window.drop()
+        self.closing = run.miss(place)
+        return True

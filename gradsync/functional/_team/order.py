@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradsync.engines import in_our_words
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:
@@ -48,19 +47,8 @@ class Order(NamedTuple):
         """The same where this rank runs no backward, while other ranks may run theirs."""
         return HELD if self is HELD else Order(after=self.again or (*self.armed, *self.after), asked=self.asked)
 
-    def end(self, error: BaseException | None = None) -> None:
-        """After the backward, or in place of one: synchronise what it has not. `error` is what it failed with."""
-        if error is None:
-            self._complete()
-            return
-        if self is not HELD and not is_lost(error):  # a lost rank completes nothing
-            self.abort()
-            told = in_our_words(error)
-            if told is not None:
-                raise told from error
-        raise error
-
-    def _complete(self) -> None:
+    def complete(self) -> None:
+        """After the backward, or in place of one: synchronise what it has not."""
         wrong = _misuses(self.asked)
         for engine in self.armed:
             engine.finish()

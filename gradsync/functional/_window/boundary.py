@@ -1,6 +1,7 @@
-"""What synchronises in the place of a micro-batch: the window in its last (`Boundary`), nothing in others (`Held`).
+"""What synchronises in a place: in the last of a window all engines (`Boundary`), in others none (`Held`).
 
-Both have the `order` in which engines synchronise, and an `end`, to be called after the backward.
+Both are context managers around the backward, which arms the engines of their `order`. An error of a type in `skip`
+goes no further. Their `closing` is then what came to the window; None in a held place.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch.autograd import Variable
 
+from gradsync.engines import clarify
 from gradsync.functional._team.order import HELD, Order
 from gradsync.functional._window.closing import Closing, factor_of
 from gradsync.functional._window.table import SUMS
-from gradsync.ranks.lost import WaitingFor, is_lost
+from gradsync.ranks.lost import WaitingFor, is_lost, lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from typing_extensions import Self
 
     from gradsync.functional._window.exchange import Exchange
     from gradsync.functional._window.table import Share
@@ -32,23 +36,38 @@ class Held:
     """A held place. Engines synchronise in it only where they must: `sync="each"`, or the first of a static graph."""
 
     __slots__ = ("_skip", "_window", "order")
+    closing = None
 
     def __init__(self, window: Window, order: Order, skip: tuple[type[BaseException], ...]) -> None:
         self.order = order
         self._window = window
         self._skip = skip
 
-    def end(self, error: BaseException | None = None) -> None:
-        """To be called after the backward, with its `error` if it failed. An error in `skip` is not raised."""
-        if self.order is not HELD or error is not None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        drops = False
+        if error is not None:
+            drops = self._drops(error)
+        elif self.order is not HELD:
             try:
-                self.order.end(error)
+                self.order.complete()
             except self._skip as failure:
-                self._window.fail(failure)
+                if not self._window.fail(failure):
+                    raise
         self._window.index += 1
+        return drops
+
+    def _drops(self, error: BaseException) -> bool:
+        """After a backward that failed: complete what it began. Returns whether the error only drops the window."""
+        if self.order is not HELD and not is_lost(error):  # a lost rank completes nothing
+            self.order.abort()
+            clarify(error)
+        return isinstance(error, self._skip) and self._window.fail(error)
 
     def give_up(self) -> None:
-        """To be called in place of `end`, where the error goes on by itself."""
+        """To be called in place of leaving it, where an error goes on by itself."""
         self.order.abort()
 
 
@@ -61,6 +80,7 @@ class Boundary:
         self._terms = terms
         self._exchange = exchange
         self._transport = transport
+        self.closing: Closing | None = None  # what came to the window, once that is known
         self._sent: Sent | None = None
         self._failed = False  # whether the backward did
         self._due: Sequence[bool] = ()  # which ranks were to have a micro-batch, by rank
@@ -72,39 +92,52 @@ class Boundary:
                 self._send()
             transport.carry(window)
 
-    def end(self, error: BaseException | None = None) -> Closing:
-        """To be called after the backward, with its `error` if it failed; returns what came to the window.
+    def __enter__(self) -> Self:
+        return self
 
-        An error of a type in `skip` is not raised: it drops the window on all ranks.
-        """
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
         with WaitingFor(self._window.what):
+            if error is not None:
+                if not is_lost(error):  # a lost rank completes nothing
+                    self.order.abort()
+                return self._drops(error)
             try:
-                try:
-                    self.order.end(error)
-                finally:
-                    self._transport.carried(self._window)
+                self.order.complete()
             except BaseException as failure:
-                closing = None if is_lost(failure) else self._closing_of_failed()
-                if closing is None or not isinstance(failure, self._terms.skip):
+                if not self._drops(failure):
                     raise
-                self._window.fail(failure)
-                return closing
-            return self._closing()
+                return False
+            self._transport.carried(self._window)
+            self.closing = self._close()
+            return False
 
     def give_up(self) -> None:
-        """To be called in place of `end`, where the error goes on by itself."""
+        """To be called in place of leaving it, where an error goes on by itself."""
         self.order.abort()
         self._transport.carried(self._window)
-        self._closing_of_failed()
+        self._close_failed()
 
-    def _closing_of_failed(self) -> Closing | None:
+    def _drops(self, error: BaseException) -> bool:
+        """After a failure: the other collectives of the window. Returns whether the error only drops it, everywhere."""
+        self._transport.carried(self._window)
+        if is_lost(error):
+            raise lost(error, self._window.what()) from error
+        closing = self._close_failed()
+        if self.order is not HELD:
+            clarify(error)
+        if closing is None or not isinstance(error, self._terms.skip) or not self._window.fail(error):
+            return False
+        self.closing = closing
+        return True
+
+    def _close_failed(self) -> Closing | None:
         """After a backward that failed: take part in the collectives that the other ranks run after theirs."""
         self._failed = True
         with suppress(Exception):  # the first error goes on
-            return self._closing().without()
+            return self._close().without()
         return None
 
-    def _closing(self) -> Closing:
+    def _close(self) -> Closing:
         """After the gradients are synchronised: read the table, make the buffers equal, hear of failures."""
         window, team = self._window, self._window.team
         shares = self._hear()
@@ -194,7 +227,8 @@ class Joined:
     def _finish(self) -> None:
         self._note_visits()
         self._has_ended = True
-        self._done(self._passage.end())
+        self._passage.__exit__(None, None, None)
+        self._done(self._passage.closing)
 
     def _note_visits(self) -> None:
         for engine in self._passage.order.armed:

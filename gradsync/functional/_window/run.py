@@ -155,8 +155,8 @@ class Run:
     def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Passage:
         """Begin a backward that the caller runs by itself. In the last place, the table leaves.
 
-        `loss` is that of the whole micro-batch. The caller arms `order.armed` of what is returned, runs the backward,
-        and calls `end`, which returns what `backward` returns.
+        `loss` is that of the whole micro-batch. What is returned is a context manager. Inside, the caller arms its
+        `order.armed` and runs the backward; its `closing` is then what `backward` returns.
         """
         self.insist_on_same(place)
         window = self._open_window
@@ -169,14 +169,14 @@ class Run:
         order = self._order(window, place)
         # A static graph synchronises first in a backward: in this rank's next one.
         owes = not place.last and any(engine.owes_first for engine in order.armed)
-        return self._passage(window, place, HELD if owes else order.without_backward()).end()
+        passage = self._passage(window, place, HELD if owes else order.without_backward())
+        with passage:
+            pass
+        return passage.closing
 
-    def drop(self, place: Place, error: BaseException | None = None) -> Closing | None:
-        """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean.
-
-        With an `error`, after which part of its gradients may be there, all ranks drop the window.
-        """
-        self._open_window.drop(error)
+    def drop(self, place: Place) -> Closing | None:
+        """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean."""
+        self._open_window.drop()
         return self.miss(place)
 
     @property
@@ -284,11 +284,9 @@ class Run:
         self, window: Window, place: Place, loss: torch.Tensor, seed: torch.Tensor | None, run: RunBackward | None
     ) -> Closing | None:
         passage = self._passage(window, place, self._order(window, place))
-        try:
+        with passage:
             backward(loss, passage.order, seed, run)
-        except BaseException as error:  # noqa: BLE001 - raised again, after what the other ranks wait for
-            return passage.end(error)
-        return passage.end()
+        return passage.closing
 
     def _passage(self, window: Window, place: Place, order: Order) -> Passage:
         if place.last:

@@ -84,21 +84,22 @@ class Window:
         if self.keeps_losses:
             self.losses.append(tensor.detach().clone())  # a copy: the caller may write to the loss that it gets back
 
-    def drop(self, error: BaseException | None = None) -> None:
-        """Count a call without a micro-batch; after an `error` that may have left gradients, drop the window."""
+    def drop(self) -> None:
+        """Count a call without a micro-batch."""
         self.num_own += 1
-        if error is None:
-            self.num_dropped += 1
-        else:
-            self.fail(error)
+        self.num_dropped += 1
 
-    def fail(self, error: BaseException) -> None:
-        """A backward failed with an exception in `skip`: all ranks drop this window, as the table tells them."""
+    def fail(self, error: BaseException) -> bool:
+        """A backward failed with an exception in `skip`: all ranks drop this window, as the table tells them.
+
+        Returns whether they can; else the exception goes on.
+        """
         if self.team.forward_communicates or is_misuse(error) or is_lost(error):
-            raise error
+            return False
         self.num_dropped += 1
         self.failed = True
         self.team.drop_gradients()
+        return True
 
     @property
     def asked(self) -> Sequence[Engine]:
