@@ -29,7 +29,7 @@ from gradsync.overlap import (
 from gradsync.ranks.lost import WaitingFor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.nn.parallel import DistributedDataParallel
 
@@ -48,6 +48,7 @@ _NUM_TRAVELLING = "_gradsync_travelling"
 class _Leg:
     """A closed window whose gradients travel, and what its update needs."""
 
+    what: Callable[[], str]  # it waits for
     flights: Sequence[Flight]
     ddps: Sequence[DistributedDataParallel]
     team: Team
@@ -149,7 +150,9 @@ class Overlapped(Updater, Transport):
 
     def close(self, closing: Closing) -> None:
         """The gradients of the window have departed: land earlier ones, and make a provisional update."""
-        team = self.run.fitting_team()
+        window = self.run.window
+        assert window is not None, "it is closed here"
+        team = window.team
         if team.num_ranks == 1:
             super().close(closing)
             return
@@ -162,7 +165,7 @@ class Overlapped(Updater, Transport):
             self._land()
             self.record.note_skipped(closing)
             return
-        self._departing = _Leg(self._flights, self._ddps, team, factor, closing)
+        self._departing = _Leg(window.what, self._flights, self._ddps, team, factor, closing)
         self._flights, self._ddps = (), ()
         TRAVELLING.add(self)
         self.end_window()
@@ -222,7 +225,7 @@ class Overlapped(Updater, Transport):
             leg = self._legs[0]
             in_flight, arrived = leg.in_flight, False
             try:
-                with WaitingFor(self.run.what):
+                with WaitingFor(leg.what):
                     failures = leg.closing.failures
                     failed = failures is not None and any(row[0] for row in failures.rows())
                 with landing(in_flight), stepping():

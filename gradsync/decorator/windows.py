@@ -16,7 +16,7 @@ from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.participants import reference
 from gradsync.decorator.progress import Record
 from gradsync.decorator.updater import Updater
-from gradsync.functional import InParts, Part, Run, Who, check_steppable, detach, is_scaling, owned
+from gradsync.functional import InParts, Role, Run, Who, check_steppable, detach, is_scaling, owned
 from gradsync.ranks.lost import WaitingFor
 
 if TYPE_CHECKING:
@@ -163,23 +163,22 @@ class Windows:
                 return ran
             replay = Replay(*call) if team.forward_communicates else None
             returned, loss = self._body(call, team)
-            with WaitingFor(run.what):
-                if loss is not None:
-                    self.watch.check()
-                    num_dropped = window.num_dropped
-                    closing = run.backward(place, loss, scaler=self.updater.scaler)
-                    returned = detach(returned, loss) if window.num_dropped == num_dropped else None
-                    if replay is not None:
-                        self._body.remember(replay, call, loop)
-                elif team.lockstep:
-                    window.drop()
-                    closing = self._run_again(place._replace(part=Part.REPEATS))
-                else:
-                    closing = run.drop(place)
+            if loss is not None:
+                self.watch.check()
+                num_dropped = window.num_dropped
+                closing = run.backward(place, loss, scaler=self.updater.scaler)
+                returned = detach(returned, loss) if window.num_dropped == num_dropped else None
+                if replay is not None:
+                    self._body.remember(replay, call, loop)
+            elif team.lockstep:
+                window.drop()
+                closing = self._run_again(place._replace(role=Role.REPEATS))
+            else:
+                closing = run.drop(place)
         return returned, closing
 
     def _run_again(self, place: Place) -> Closing | None:
-        with self.run.holding(place):
+        with WaitingFor(self.run.what), self.run.holding(place):
             closing = self.run.backward(place, self._body.again())
         self.record.num_replays += 1
         return closing
@@ -190,7 +189,7 @@ class Windows:
         """After this rank's data has ended: close its own open window, or take part in a window of the other ranks."""
         run = self.run
         with self:
-            if place.part is Part.REPEATS:
+            if place.role is Role.REPEATS:
                 closing = self._run_again(place)
             else:
                 with run.holding(place):

@@ -48,7 +48,7 @@ Another decorator, with tails, `LossSum` and ranks that differ:
 >>> for batch in train.over(torch.ones(5, 3, 1)):
 ...     loss = train(batch)
 
-An exception would be `run.discard()`. On engines whose forward communicates, a place of `Part.REPEATS` wants the last
+An exception would be `run.discard()`. On engines whose forward communicates, a place of `Role.REPEATS` wants the last
 micro-batch run once more, and `run.backward(place, loss)`.
 
 Smaller parts stand alone: arithmetic (`window_size`, `sizes`, `correction`), gradients (`normalise`, `clip`, `norm`,
@@ -84,7 +84,7 @@ from gradsync.functional._update.update import (
 from gradsync.functional._window.boundary import Boundary, Held
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.gradient_watch import GradientWatch
-from gradsync.functional._window.place import Part, Place
+from gradsync.functional._window.place import Place, Role
 from gradsync.functional._window.run import Run
 from gradsync.functional._window.steps import Steps, correction, sizes, window_size
 from gradsync.functional._window.table import Share
@@ -104,8 +104,8 @@ __all__ = [
     "LossSum",
     "MicroStep",
     "NonFinite",
-    "Part",
     "Place",
+    "Role",
     "Run",
     "Share",
     "StandIn",

@@ -72,15 +72,14 @@ def insist(said: Sequence[Mapping[str, Any]], keys: Iterable[str] | None = None)
         agreed([(rank, words.get(key)) for rank, words in enumerate(said)], key)
 
 
-def agreed(values: Sequence[tuple[int, T]], what: str, advice: str = _ONE_MODEL) -> T | None:
-    """The value that all these ranks have (None without ranks). Raises on every rank if the values differ."""
+def agreed(values: Sequence[tuple[int, object]], what: str, advice: str = _ONE_MODEL) -> None:
+    """Raise on every rank if these ranks have different values."""
     if any(value != values[0][1] for _, value in values):
         raise GradSyncError(
             f"All ranks must have the same {what}, but "
             + ", ".join(f"rank {rank} has {value}" for rank, value in values)
             + f". {advice}"
         )
-    return values[0][1] if values else None
 
 
 def ranks_where(flags: Iterable[bool]) -> str:

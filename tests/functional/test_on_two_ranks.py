@@ -26,7 +26,7 @@ OF_ONE_RANK = {
     },
 }  # fmt: skip
 TRIED = {
-    "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Part", "StandIn", "Team", "Window", "Boundary", "Held", "InParts",
+    "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Role", "StandIn", "Team", "Window", "Boundary", "Held", "InParts",
     "factor_of_update", "Transport", "update", "Update", "step_optimizers", "normalise", "norm", "clip", "all_finite", "sync_gradients",
     "no_sync", "sync_every", "MicroStep", "fit", "Fitting", "rows_that_fit",
 }  # fmt: skip
@@ -60,7 +60,7 @@ def a_window_by_hand(wrap) -> None:
     run, who = F.Run("by hand", F.Terms(steps=3)), F.Who([model], [optimizer])
     for index in range(2 - rank):
         place = run.start(who)
-        assert place == F.Place(0, index, 3, last=False, part=F.Part.RUNS)
+        assert place == F.Place(0, index, 3, last=False, role=F.Role.RUNS)
         with run.holding(place):
             assert run.backward(place, mean_loss(model, micro_batch(rank, index))) is None
     assert isinstance(run.window, F.Window) and isinstance(run.fitting_team(), F.Team) and run.fitting_team().num_ranks == 2

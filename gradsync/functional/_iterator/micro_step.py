@@ -12,7 +12,7 @@ from gradsync._loss import LossSum
 from gradsync.functional._iterator.turn_watch import TurnWatch, mixed
 from gradsync.functional._update.gradients import normalise
 from gradsync.functional._update.profiler_ranges import NO_RANGE
-from gradsync.functional._window.place import Part, Place
+from gradsync.functional._window.place import Place, Role
 from gradsync.ranks.lost import waited
 
 if TYPE_CHECKING:
@@ -31,11 +31,12 @@ class MicroStep:
     """The place of a micro-batch in its window, and its backward."""
 
     # Not a frozen dataclass: to make one costs four times as much, and each micro-step has its own.
-    __slots__ = ("_place", "_turn")
+    __slots__ = ("_is_empty", "_place", "_turn")
 
     def __init__(self, place: Place, turn: Turn) -> None:
         self._place = place
         self._turn = turn
+        self._is_empty = False
 
     @property
     def index(self) -> int:
@@ -63,7 +64,7 @@ class MicroStep:
 
         Its gradients weigh nothing.
         """
-        return self._place.part is not Part.RUNS
+        return self._place.role is not Role.RUNS
 
     def __repr__(self) -> str:
         names = "index", "window", "size", "last", "replay"
@@ -86,14 +87,13 @@ class MicroStep:
 
         There are no gradients then. `optimizer.step()` does nothing; do not call `scaler.step()`.
         """
-        return self._turn.is_empty
+        return self._is_empty
 
 
 class Turn:
     """What the micro-step that the loop has handed out has done so far."""
 
     def __init__(self, run: Run) -> None:
-        self.is_empty = False
         self.loop: Sequence[CodeType] = ()  # what draws the micro-steps
         self._run = run
         self._broken = False  # whether one has begun in this turn that has not ended well
@@ -111,7 +111,7 @@ class Turn:
     def at(self, place: Place) -> Turn:
         """Context manager: inside, holds and hooks are in place for the `MicroStep` of a place."""
         self._place, self._done, self._over = place, None, None
-        self.is_empty = self._broken = False
+        self._broken = False
         return self
 
     def __enter__(self) -> MicroStep:
@@ -164,13 +164,13 @@ class Turn:
     def backward(self, step: MicroStep, loss: torch.Tensor | LossSum, runs: RunBackward | None) -> None:
         """What `MicroStep.backward` does."""
         place = self._begin(step)
-        self._close(place, self._run.backward(place, loss, run=runs))
+        self._close(step, self._run.backward(place, loss, run=runs))
 
     def in_parts(self, step: MicroStep, run: Callable[[Run, Place], tuple[Any, Closing | None]]) -> Any:
         """What `Fitting.__call__` does: `run` runs forward and backward in a place; returns what the forward did."""
         place = self._begin(step)
         returned, closing = run(self._run, place)
-        self._close(place, closing)
+        self._close(step, closing)
         return returned
 
     def _begin(self, step: MicroStep) -> Place:
@@ -179,23 +179,24 @@ class Turn:
             again = self._done is step or self._over is not None
             raise GradSyncError(
                 f"Each micro-step runs one backward, in its own turn of the loop, but micro-step {step.index} of "
-                f"window {step.window} ran {'a second one' if again else 'one out of turn'}. Add the losses up and "
-                "call step.backward once."
-            )
+                f"window {step.window} ran "
+                + ("a second one. Add the losses up and call step.backward once." if again else
+                   "one out of turn. Call its backward before the loop draws the next item.")
+            )  # fmt: skip
         place = self._place
         assert place is not None, "a step has one"
         self._watch.before_backward(place)
         self._current, self._done, self._broken = None, step, True
         return place
 
-    def _close(self, place: Place, closing: Closing | None) -> None:
+    def _close(self, step: MicroStep, closing: Closing | None) -> None:
         """After the backward; `closing` is None in a held place."""
         self._broken = False
-        self._watch.after_backward(place, closing)
+        self._watch.after_backward(step._place, closing)
         if closing is None:
             return
         team = self._run.fitting_team()
-        self.is_empty = closing.factor is None
+        step._is_empty = closing.factor is None
         if closing.factor is None:
             team.drop_gradients()
         else:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradsync.functional._window.place import Part, Place
+from gradsync.functional._window.place import Place, Role
 from gradsync.functional._window.table import NOBODY, Share
 from gradsync.functional._window.tail import ends_with_data
 
@@ -87,15 +87,15 @@ class Lockstep:
         self._ask_ahead(run, shares)
         return not any(share.left for share in shares)
 
-    def next(self, stand_in: Callable[[Run, Part], Place]) -> StandIn | None:
+    def next(self, stand_in: Callable[[Run, Role], Place]) -> StandIn | None:
         """The next call of the other ranks, after this rank's data has ended; `stand_in` gives its place."""
         talk, run = self._talk, self._talk.chief
         assert run is not None, "they have met"
         alone = len(talk.known) == 1
         if run.window is None and alone and any(share.left for share in talk.shares):
-            stand_in(run, Part.REPEATS)  # opens the window, which plans it
+            stand_in(run, Role.REPEATS)  # opens the window, which plans it
         if run.window is not None and self._planned is not None:
-            return StandIn(run, stand_in(run, _part(run))._replace(last=run.index + 1 >= self._planned))
+            return StandIn(run, stand_in(run, _role(run))._replace(last=run.index + 1 >= self._planned))
         shares = self._said_ahead(run)
         comes = any(share.closing != NOBODY for share in shares)
         if not _is_enough(shares, closes=_closes(run, _size(run, shares, stand_in)) if comes else None):
@@ -107,10 +107,10 @@ class Lockstep:
                     other.discard()  # opened for a window that did not come
             return None
         if all(share.closing == NOBODY for share in shares):
-            return StandIn(called, stand_in(called, Part.MISSES)._replace(last=True))
+            return StandIn(called, stand_in(called, Role.MISSES)._replace(last=True))
         size = _size(called, shares, stand_in)
         self._ask_ahead(called, shares)
-        place = stand_in(called, _part(called))
+        place = stand_in(called, _role(called))
         nobody_left = not any(share.left for share in shares) and ends_with_data(called.terms.tail)
         return StandIn(called, place._replace(last=place.index + 1 >= size or nobody_left))
 
@@ -153,10 +153,10 @@ def _closes(run: Run, size: float) -> bool | None:
     return None if ends_with_data(run.terms.tail) else False
 
 
-def _size(run: Run, shares: Sequence[Share], stand_in: Callable[[Run, Part], Place]) -> float:
+def _size(run: Run, shares: Sequence[Share], stand_in: Callable[[Run, Role], Place]) -> float:
     """How many calls the current window has: as the ranks say, or else as planned here."""
-    return max(share.size for share in shares) or stand_in(run, Part.MISSES).size
+    return max(share.size for share in shares) or stand_in(run, Role.MISSES).size
 
 
-def _part(run: Run) -> Part:
-    return Part.REPEATS if run.fitting_team().forward_communicates else Part.MISSES
+def _role(run: Run) -> Role:
+    return Role.REPEATS if run.fitting_team().forward_communicates else Role.MISSES

@@ -22,7 +22,7 @@ from gradsync.functional._loop.items import Data
 from gradsync.functional._loop.lockstep import Lockstep, StandIn
 from gradsync.functional._loop.talk import Talk
 from gradsync.functional._window.exchange import Exchange, alike
-from gradsync.functional._window.place import Part
+from gradsync.functional._window.place import Role
 from gradsync.functional._window.table import NOBODY, Share
 from gradsync.functional._window.tail import ends_with_data
 from gradsync.ranks.lost import WaitingFor
@@ -101,7 +101,7 @@ class Loop:
     def rest(self) -> Iterator[StandIn]:
         """The places that this rank takes after its own data has ended, in its own open windows and in the others'.
 
-        The caller repeats or misses each of them (its `part` says which), and closes windows, before the next.
+        The caller repeats or misses each of them (its `role` says which), and closes windows, before the next.
         """
         self.data.end()
         try:
@@ -135,7 +135,7 @@ class Loop:
     def _close_alone(self) -> Iterator[StandIn]:
         for run in self._talk.known:
             if run.window is not None and ends_with_data(run.terms.tail):
-                yield StandIn(run, self._stand_in(run, Part.MISSES)._replace(last=True))
+                yield StandIn(run, self._stand_in(run, Role.MISSES)._replace(last=True))
 
     def _next(self) -> StandIn | None:
         """The next window that any rank closes, where no forward communicates."""
@@ -152,13 +152,13 @@ class Loop:
         closing = talk.closing([Share.of(row) for row in sent.rows()])
         if closing is None:
             return None
-        place = self._stand_in(closing, Part.MISSES)._replace(last=True)
+        place = self._stand_in(closing, Role.MISSES)._replace(last=True)
         assert closing.window is not None, "opened by now"
         closing.window.heard = sent
         return StandIn(closing, place)
 
-    def _stand_in(self, run: Run, part: Part) -> Place:
-        return run.stand_in(self.exchange(run), part)
+    def _stand_in(self, run: Run, role: Role) -> Place:
+        return run.stand_in(self.exchange(run), role)
 
     # -- other loops -------------------------------------------------------------------------------------------------
 
@@ -284,8 +284,6 @@ class _InLoop(Exchange):
         """The ranks have compared their settings when they met."""
 
     def send(self, window: Window) -> Sent | None:
-        if window.team.num_ranks == 1:
-            return None
         return window.team.line.send(self._share(window).row())
 
     def shares(self, window: Window, sent: Sent | None) -> list[Share]:

@@ -10,7 +10,7 @@ import torch
 
 from gradsync._errors import GradSyncError, is_misuse
 from gradsync.engines import find
-from gradsync.functional._window.place import Part
+from gradsync.functional._window.place import Role
 from gradsync.parts import Backward, Fit, is_out_of_memory, run_in_parts
 from gradsync.ranks.lost import is_lost
 
@@ -67,7 +67,7 @@ class InParts:
         `changes` is called once, right before the first gradient of this micro-batch is accumulated. An exception of a
         type in `skip` drops the micro-batch; or the window, on all ranks, if a gradient has been accumulated.
         """
-        if place.part is Part.MISSES:  # a replay on engines that need none: only what it returns is wanted
+        if place.role is Role.MISSES:  # a replay on engines that need none: only what it returns is wanted
             returned, self.parts, self.rows = run_in_parts(function, args, kwargs, Backward(), self._fit)
             return returned, run.miss(place)
         team, checked = run.fitting_team(), self._team()

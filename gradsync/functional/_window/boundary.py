@@ -61,7 +61,9 @@ class Held:
 
     def _drops(self, error: BaseException) -> bool:
         """After a backward that failed: complete what it began. Returns whether the error only drops the window."""
-        if self.order is not HELD and not is_lost(error):  # a lost rank completes nothing
+        if is_lost(error):  # a lost rank completes nothing
+            raise lost(error, self._window.what()) from error
+        if self.order is not HELD:
             self.order.abort()
             clarify(error)
         return isinstance(error, self._skip) and self._window.fail(error)

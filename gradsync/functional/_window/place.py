@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Part(Enum):
+class Role(Enum):
     """What a rank does in a place of a window."""
 
     RUNS = "runs"  # a micro-batch of its own
@@ -21,4 +21,4 @@ class Place(NamedTuple):
     index: int  # type: ignore[assignment] # pyright: ignore[reportIncompatibleMethodOverride] # not the method of a tuple
     size: int
     last: bool
-    part: Part = Part.RUNS
+    role: Role = Role.RUNS

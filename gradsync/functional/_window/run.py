@@ -18,7 +18,7 @@ from gradsync.functional._update.profiler_ranges import both, named_range
 from gradsync.functional._window.boundary import Boundary, Held, Joined
 from gradsync.functional._window.exchange import Exchange, compare_sizes, meet_at_flush
 from gradsync.functional._window.other_runs import insist_on_one_window, land
-from gradsync.functional._window.place import Part, Place
+from gradsync.functional._window.place import Place, Role
 from gradsync.functional._window.steps import window_size
 from gradsync.functional._window.table import PLAIN
 from gradsync.functional._window.terms import Terms, Who
@@ -110,19 +110,19 @@ class Run:
         else:
             team.check_trainable(self.name)
 
-    def stand_in(self, exchange: Exchange, part: Part) -> Place:
+    def stand_in(self, exchange: Exchange, role: Role) -> Place:
         """The place of this rank in a window of the other ranks, after its own data has ended."""
         self._exchange, window = exchange, self.window
         if window is None:
             window = self.open(self.fitting_team())
             exchange.plan(window)
-        return Place(window.number, window.index, window.size, last=False, part=part)
+        return Place(window.number, window.index, window.size, last=False, role=role)
 
     def holding(self, place: Place) -> AbstractContextManager[Any]:
         """A context for a micro-batch's forward and backward, in which the engines hold gradients back."""
         team = self._open_window.team
         hold = team.first_hold(self.name, self.who.models) if team.is_new else team.hold
-        if place.part is not Part.RUNS:
+        if place.role is not Role.RUNS:
             hold = both(hold, weightless(team.leaves))
         if not profiler._is_profiler_enabled:
             return hold
@@ -144,9 +144,9 @@ class Run:
         """
         window = self._open_window
         tensor = check_loss(loss)
-        if place.part is Part.MISSES:
+        if place.role is Role.MISSES:
             return self.miss(place)
-        if place.part is Part.REPEATS:
+        if place.role is Role.REPEATS:
             return self._run_backward(window, place, tensor, None, run)
         self.insist_on_same(place)
         window.add(loss)
@@ -186,7 +186,7 @@ class Run:
 
     def note_plain(self, place: Place) -> None:
         """A backward that is not ours has come, in a place that is held."""
-        if place.part is Part.RUNS:
+        if place.role is Role.RUNS:
             self._open_window.kind = PLAIN
 
     def join(self, place: Place, reached: set[int], done: Callable[[Closing | None], None]) -> Callable[[], bool]:
@@ -197,7 +197,7 @@ class Run:
         waited for other ranks.
         """
         window = self._open_window
-        if place.part is Part.RUNS:
+        if place.role is Role.RUNS:
             window.num_micro_batches += 1
             window.num_own += 1
             window.kind = PLAIN
@@ -221,11 +221,10 @@ class Run:
         insist_on_one_window(self.name, team.ids, of=self)
         land(team.ids, beside=self)
         self.transport.check(team)
-        window = Window(team, self.number, window_size(self.terms.steps, self.number))
-        window.keeps_losses = self.terms.keeps_losses
+        size = window_size(self.terms.steps, self.number)
+        self.window = Window(team, self.number, size, self.terms.keeps_losses)
         OPEN.add(self)
-        self.window = window
-        return window
+        return self.window
 
     def close(self) -> None:
         """Close the window, after it has synchronised."""
@@ -262,7 +261,7 @@ class Run:
         team = self.fitting_team()
         window = self.window or self.open(team)
         window.heard = team.line.send(window.share(closing=self.key).row())
-        place = Place(window.number, window.index, window.size, last=True, part=Part.MISSES)
+        place = Place(window.number, window.index, window.size, last=True, role=Role.MISSES)
         with self.holding(place):
             return self.miss(place)
 

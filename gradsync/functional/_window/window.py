@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,48 +25,32 @@ if TYPE_CHECKING:
     from gradsync.ranks.line import Sent
 
 
+@dataclass(slots=True, eq=False)
 class Window:
     """What has come so far on this rank: the number of micro-batches, their losses and counts.
 
     `index` counts all places, those too that were dropped, repeated or missed.
     """
 
-    __slots__ = (
-        "active",
-        "count",
-        "failed",
-        "heard",
-        "index",
-        "keeps_losses",
-        "kind",
-        "losses",
-        "num_dropped",
-        "num_micro_batches",
-        "num_own",
-        "number",
-        "scale",
-        "size",
-        "sizes",
-        "team",
-    )
+    team: Team
+    number: int
+    size: int
+    keeps_losses: bool = True
+    active: Sequence[Engine] = field(init=False)  # the engines with anything to train
+    sizes: Sent | None = None  # the sizes of all ranks' windows, if the ranks were asked
+    heard: Sent | None = None  # the table of all ranks, if it was sent before the boundary
+    index: int = 0
+    num_own: int = 0  # calls of this rank, without replays
+    num_micro_batches: int = 0
+    num_dropped: int = 0  # dropped calls
+    kind: float = NOTHING
+    count: Count = field(default_factory=Count)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    failed: bool = False  # whether a backward failed with an exception in `skip`
+    scale: Scale | None = None
 
-    def __init__(self, team: Team, number: int, size: int) -> None:
-        self.team = team
-        self.number = number
-        self.size = size
-        self.sizes: Sent | None = None  # the sizes of all ranks' windows, if the ranks were asked
-        self.heard: Sent | None = None  # the table of all ranks, if it was sent before the boundary
-        self.active = [engine for engine in team.engines if engine.trainable()]
-        self.index = 0
-        self.num_own = 0  # calls of this rank, without replays
-        self.num_micro_batches = 0
-        self.num_dropped = 0  # dropped calls
-        self.kind = NOTHING
-        self.count = Count()
-        self.keeps_losses = True
-        self.losses: list[torch.Tensor] = []
-        self.failed = False  # whether a backward failed with an exception in `skip`
-        self.scale: Scale | None = None
+    def __post_init__(self) -> None:
+        self.active = [engine for engine in self.team.engines if engine.trainable()]
 
     def add(self, loss: torch.Tensor | LossSum) -> None:
         """Count a micro-batch of this loss. It is not checked, because it may be detached already."""
