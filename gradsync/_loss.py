@@ -103,7 +103,7 @@ def tensor_of(loss: torch.Tensor | LossSum) -> torch.Tensor:
 
 def check_loss(loss: torch.Tensor | LossSum) -> torch.Tensor:
     """The tensor from which the backward of a loss runs; raises if it cannot."""
-    loss = tensor_of(loss)
+    loss = loss.loss if isinstance(loss, LossSum) else loss  # in each call: not by tensor_of
     if not isinstance(loss, torch.Tensor):
         raise GradSyncError(
             f"The loss must be a tensor, but it is of type {type(loss).__name__}. Give the loss itself: not its "

@@ -64,7 +64,7 @@ def _is_marked(gradient: torch.Tensor) -> bool:
 
 def insist_on_none_inside(team: Team) -> None:
     """Raise where a window begins with gradients that an engine keeps where no `zero_grad` reaches them."""
-    inside = team.num_inside()
+    inside = team.num_inside() if team.holds_inside else 0
     if inside:
         raise GradSyncError(
             f"A window must begin without gradients, but the engine holds those of {inside} parameters, of a loop that "

@@ -55,23 +55,18 @@ class Lockstep:
 
     def plan(self, run: Run, window: Window) -> None:
         """Called when a window opens."""
-        talk, size, shares = self._talk, window.size, self._talk.shares
-        lefts = [share.left for share in shares]
+        talk, shares = self._talk, self._talk.shares
         self._planned = None
-        if (
-            talk.is_in_lockstep
-            and (shares is not self._planned_by or not shares)  # else that window was discarded: these are out of date
-            and not callable(run.terms.steps)
-            and len(talk.called) <= 1
-            and len(talk.runs()) <= 1
-            and not any(left % 1 for left in lefts)
-        ):
-            if max(lefts) >= size:
-                self._planned = size
-            elif (
-                max(lefts) and all(share.once or not share.left for share in shares) and ends_with_data(run.terms.tail)
-            ):
-                self._planned = int(max(lefts))
+        if not talk.is_in_lockstep or callable(run.terms.steps) or len(talk.called) > 1 or len(talk.runs()) > 1:
+            return
+        lefts = [share.left for share in shares]
+        is_out_of_date = bool(shares) and shares is self._planned_by  # the window that they were for was discarded
+        if is_out_of_date or any(left % 1 for left in lefts):
+            return
+        if max(lefts) >= window.size:
+            self._planned = window.size
+        elif max(lefts) and all(share.once or not share.left for share in shares) and ends_with_data(run.terms.tail):
+            self._planned = int(max(lefts))
         if self._planned is not None:
             self._asked, self._planned_by = None, shares
 

@@ -39,7 +39,7 @@ class Order(NamedTuple):
         owing = [engine for engine in engines if engine.owes_first]
         if owing and (size > 1 or len(engines) > 1):
             return cls(owing, (), engines, asked=asked)
-        if any(engine.forward_communicates for engine in engines):
+        if len(engines) == 1 or any(engine.forward_communicates for engine in engines):
             return cls(engines, asked=asked)
         return cls(engines[:1], engines[1:], asked=asked)
 

@@ -125,8 +125,10 @@ class Team:
     ) -> str | None:
         """What is no longer as it was, in words; None if it is nothing that an engine minds."""
         what = self._snapshot.change(models, optimizers, self._emptied, gathered)
-        if what is None and not all(engine.is_wired() for engine in self.engines):
-            what = "parameters were cast, though perhaps back again, or got another storage or memory format"
+        if what is None:
+            for engine in self.engines:  # asked twice a window, where a generator would cost more
+                if not engine.is_wired():
+                    return "parameters were cast, though perhaps back again, or got another storage or memory format"
         return what
 
     def _emptied(self) -> set[nn.Module]:

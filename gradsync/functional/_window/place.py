@@ -14,6 +14,9 @@ class Role(Enum):
     MISSES = "misses"  # nothing, but for the synchronisation
 
 
+RUNS = Role.RUNS  # asked in each call, where the attribute of an enum would cost more than the answer
+
+
 class Place(NamedTuple):
     """The place of a micro-batch in a window. `size` is the planned number of micro-batches; a tail ends sooner."""
 
@@ -21,4 +24,4 @@ class Place(NamedTuple):
     index: int  # type: ignore[assignment] # pyright: ignore[reportIncompatibleMethodOverride] # not the method of a tuple
     size: int
     last: bool
-    role: Role = Role.RUNS
+    role: Role = RUNS

@@ -18,7 +18,7 @@ from gradsync.functional._update.profiler_ranges import both, named_range
 from gradsync.functional._window.boundary import Boundary, Held, Joined
 from gradsync.functional._window.exchange import Exchange, compare_sizes, meet_at_flush
 from gradsync.functional._window.other_runs import insist_on_one_window, land
-from gradsync.functional._window.place import Place, Role
+from gradsync.functional._window.place import RUNS, Place, Role
 from gradsync.functional._window.steps import window_size
 from gradsync.functional._window.table import PLAIN
 from gradsync.functional._window.terms import Terms, Who
@@ -122,7 +122,7 @@ class Run:
         """A context for a micro-batch's forward and backward, in which the engines hold gradients back."""
         team = self._open_window.team
         hold = team.first_hold(self.name, self.who.models) if team.is_new else team.hold
-        if place.role is not Role.RUNS:
+        if place.role is not RUNS:
             hold = both(hold, weightless(team.leaves))
         if not profiler._is_profiler_enabled:
             return hold
@@ -144,13 +144,14 @@ class Run:
         """
         window = self._open_window
         tensor = check_loss(loss)
-        if place.role is Role.MISSES:
+        seed = None
+        if place.role is RUNS:
+            self.insist_on_same(place)
+            window.add(loss)
+            tensor, seed = window.weigh(loss, scaler)
+        elif place.role is Role.MISSES:
             return self.miss(place)
-        if place.role is Role.REPEATS:
-            return self._run_backward(window, place, tensor, None, run)
-        self.insist_on_same(place)
-        window.add(loss)
-        return self._run_backward(window, place, *window.weigh(loss, scaler), run)
+        return self._run_backward(window, place, tensor, seed, run)
 
     def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Passage:
         """Begin a backward that the caller runs by itself. In the last place, the table leaves.
@@ -186,7 +187,7 @@ class Run:
 
     def note_plain(self, place: Place) -> None:
         """A backward that is not ours has come, in a place that is held."""
-        if place.role is Role.RUNS:
+        if place.role is RUNS:
             self._open_window.kind = PLAIN
 
     def join(self, place: Place, reached: set[int], done: Callable[[Closing | None], None]) -> Callable[[], bool]:
@@ -197,7 +198,7 @@ class Run:
         waited for other ranks.
         """
         window = self._open_window
-        if place.role is Role.RUNS:
+        if place.role is RUNS:
             window.num_micro_batches += 1
             window.num_own += 1
             window.kind = PLAIN
