@@ -137,7 +137,7 @@ class Overlapped(Updater, Transport):
         return place.last and bool(self._legs) and place.index < self._num_beside < place.size
 
     def land_before_boundary(self) -> None:
-        """The same where this rank's data has ended, and it runs no micro-batch."""
+        """This rank's data has ended: land what the other ranks land before their next boundary."""
         run = self.run
         size = window_size(run.terms.steps, run.number) if run.window is None else run.window.size
         if self._legs and self._num_beside < size:

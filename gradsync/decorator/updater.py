@@ -63,7 +63,10 @@ class Updater:
         refuse_nonfinite(made, self.settings.nonfinite)
 
     def step(self, team: Team, factor: float, closing: Closing, window: Window | None = None) -> Update:
-        """Make the update with synchronised gradients, step the schedulers, and clear the gradients."""
+        """Make the update with synchronised gradients, step the schedulers, and clear the gradients.
+
+        Without a `window`, it is that of an earlier window (`overlap`).
+        """
         settings, scaler, optimizers = self.settings, self.scaler, self.run.who.optimizers
         made = NO_UPDATE
         try:
@@ -81,8 +84,8 @@ class Updater:
                 if made.stepped and self._schedulers:
                     move([one for ref in self._schedulers if (one := ref()) is not None], optimizers)
         except BaseException:
-            # A step that failed closes no window: other ranks may have made it, and the next table tells them. A
-            # scheduler that failed comes after an update.
+            # If a step fails, the window stays open here, and is discarded. Other ranks may have closed theirs: the
+            # next table shows it, and all ranks raise. If a scheduler fails, the update is made; the window closes.
             if made.stepped and window is not None:
                 self.end_window()
             if made.stepped or window is None:
@@ -114,7 +117,7 @@ class Updater:
         return False
 
     def land_before_boundary(self) -> None:
-        """The same where this rank's data has ended, and it runs no micro-batch."""
+        """This rank's data has ended: land what the other ranks land before their next boundary."""
 
     def go_on(self, index: int) -> None:
         """The open window has had `index` micro-batches."""
@@ -123,7 +126,7 @@ class Updater:
         """Wait for gradients that still travel, and make their update."""
 
     def go_back(self) -> None:
-        """After an exception, which waits for nothing: put the last true parameters back."""
+        """After an exception: put the last true parameters back, without waiting."""
 
     def abandon(self) -> bool:
         """The function or the program ends: keep the last true parameters. Returns whether an update was to be made."""

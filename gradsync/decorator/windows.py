@@ -9,12 +9,13 @@ from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync._step_hook import watch_steps
-from gradsync.decorator.body import Body, Replay
+from gradsync.decorator.body import Body
 from gradsync.decorator.body_watch import BodyWatch
 from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.participants import reference
 from gradsync.decorator.progress import Record
+from gradsync.decorator.replay import Replay
 from gradsync.decorator.updater import Updater
 from gradsync.functional import InParts, Role, Run, Who, check_steppable, detach, is_scaling, owned
 from gradsync.ranks.lost import WaitingFor
@@ -36,7 +37,7 @@ class Windows:
     """The windows of one (function, instance, optimizers). It holds neither models nor optimizers."""
 
     def __init__(self, name: str, order: int, settings: Settings, instance: object) -> None:
-        self.order = order  # its number among the function's calls
+        self.order = order  # its number among the function's windows
         self.settings = settings
         self.run = Run(name, settings.terms(), order)
         self.thread: int | None = None  # of the last call
@@ -49,7 +50,7 @@ class Windows:
         self._body = Body(self.run, settings.skip)
         self._in_parts = None if settings.fit is False else InParts(settings.fit, name)
         self._participants: list[Callable[[], object]] = []
-        self._counted: list[Callable[[], object]] = []  # those of them that are not the same if they are others
+        self._counted: list[Callable[[], object]] = []  # those whose replacement is a change
         self.ends: list[weakref.ref[Any]] = []  # their callbacks tell that an optimizer is gone
         self.is_running = False
         watch_steps(self)
@@ -99,7 +100,10 @@ class Windows:
         self.updater.bind(participants)
 
     def __call__(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step. It may be made anew, or step in the backward, and not be one of the call's."""
+        """Called before any optimizer steps: an error in the middle of a window.
+
+        It compares parameters, because the user may have made another optimizer, or one that steps in the backward.
+        """
         if self.run.index == 0 and not self.is_running:
             return
         if not set(map(id, owned(self.run.who.optimizers))).isdisjoint(map(id, owned([optimizer]))):
@@ -199,7 +203,7 @@ class Windows:
             self.record.tell()
 
     def land_before_boundary(self) -> None:
-        """This rank's data has ended: before the next boundary of the others, land what they land before it."""
+        """This rank's data has ended: land what the other ranks land before their next boundary."""
         with self:  # like the other ranks
             self.updater.land_before_boundary()
 
@@ -219,7 +223,7 @@ class Windows:
         self.record.tell()
 
     def discard(self) -> None:
-        """Discard the open window and its gradients. Without one gradients stay: they may be another function's."""
+        """Discard the open window and its gradients. Without one, gradients may be another function's, and stay."""
         self.updater.go_back()
         self.record.note_size()
         self.run.discard()
@@ -248,4 +252,4 @@ class Windows:
             self.updater.close(closing)
         else:
             self.updater.settle()
-            self.discard()  # the data ended at a boundary
+            self.discard()  # no rank had a call

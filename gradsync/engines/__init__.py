@@ -1,9 +1,9 @@
 """One file for each engine, with the same protocol. Engines know nothing of losses, counts or optimizers."""
 
+from gradsync.engines._attach import attach
 from gradsync.engines._buckets import gradients_in, in_pairs
 from gradsync.engines._ddp_forward import is_compiled
 from gradsync.engines._find import (
-    attach,
     bare,
     behind,
     common_group,

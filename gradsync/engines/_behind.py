@@ -25,7 +25,7 @@ from gradsync.engines._ddp import DDPEngine
 from gradsync.engines._ddp_fits import insist_on_shapes, note_wires
 from gradsync.engines._flags import flags_on
 from gradsync.engines._protocol import Carrier
-from gradsync.engines._silent import silent
+from gradsync.engines._silent_hooks import silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -42,7 +42,7 @@ from gradsync.engines._ddp_fits import (
 from gradsync.engines._ddp_forward import as_it_is, moved, shortcut
 from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Carrier, Engine
-from gradsync.engines._silent import silent
+from gradsync.engines._silent_hooks import silent
 from gradsync.engines._unused import forget_unused, names_of, unused_message, used_anywhere
 from gradsync.ranks.lost import is_lost
 

@@ -67,7 +67,7 @@ ONE_FORWARD = "Ranks of one tensor-parallel group run one forward: give them the
 
 
 def insist(said: Sequence[Mapping[str, Any]], keys: Iterable[str] | None = None) -> None:
-    """Raise on every rank if the ranks said different things of these keys, or any; the error says who said what."""
+    """Raise on every rank if the ranks said different things of these keys, or, without `keys`, of any."""
     for key in said[0] if keys is None else keys:
         agreed([(rank, words.get(key)) for rank, words in enumerate(said)], key)
 
@@ -122,7 +122,7 @@ def _insist_on_items(empty: Mapping[int, str]) -> None:
 
 
 def _left_empty(rank: int) -> str:
-    """The key of where a rank had no item and left with an error; empty once it meets others again."""
+    """The key under which a rank writes where it had no item and raised. Its next meeting empties it."""
     return f"gradsync/left empty/{rank}"
 
 
@@ -188,7 +188,7 @@ def _wait_for(store: Any, keys: Sequence[str], group: dist.ProcessGroup, topic: 
             try:
                 _look_for_empty(group, missing, topic)
             except GradSyncError:
-                store.add(f"gradsync/{group.rank()}", -1)  # not a meeting: those that were missing have not counted it
+                store.add(f"gradsync/{group.rank()}", -1)  # the missing ranks have not counted this meeting
                 store.delete_key(keys[group.rank()])
                 raise
             looks_at_empty += 1.0

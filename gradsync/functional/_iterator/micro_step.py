@@ -91,12 +91,12 @@ class MicroStep:
 
 
 class Turn:
-    """What the micro-step that the loop has handed out has done so far."""
+    """What the current micro-step has done so far."""
 
     def __init__(self, run: Run) -> None:
         self.loop: Sequence[CodeType] = ()  # what draws the micro-steps
         self._run = run
-        self._broken = False  # whether one has begun in this turn that has not ended well
+        self._broken = False  # whether a backward has begun in this turn, and not ended well
         self._place: Place | None = None
         self._current: MicroStep | None = None
         self._done: MicroStep | None = None
@@ -119,7 +119,7 @@ class Turn:
         assert place is not None, "`at` comes first"
         self._current = step = MicroStep(place, self)
         if not place.index:
-            self.loop = drawn_by(sys._getframe(2))  # of the generator around this, to which it yields
+            self.loop = drawn_by(sys._getframe(2))  # frame 2 is that of whoever draws from the generator
         self._watch.begin(place)
         self._hold = self._run.holding(place)
         self._hold.__enter__()
@@ -217,7 +217,7 @@ class Turn:
             self._over = self._run.join(place, self._watch.reached, self._watch.note)
         elif self._watch.closing is not None and place.last:
             raise GradSyncError(
-                f"The last micro-step of a window runs one backward, which synchronises the window, but in that of "
-                f"window {place.window} a second one came, whose gradients would stay on this rank. Add the losses up, "
-                "and run backward once."
+                "The last micro-step of a window runs one backward, which synchronises the window, but a second one "
+                f"came in the last micro-step of window {place.window}. Its gradients would stay on this rank. Add the "
+                "losses up, and run backward once."
             )

@@ -54,7 +54,7 @@ class Loop:
         self.called_from: object = None  # where the last call came from, if there were items without a call
         self.kept: dict[Run, Any] = {}  # keeps what a replay needs alive until the loop ends
         self.is_uneven = False  # whether ranks are known to have different numbers of items
-        self.driver: tuple[int, CodeType] | None = None  # the call that draws the items
+        self.driver: tuple[int, CodeType] | None = None  # the function call that draws the items
         self._around: dict[Loop, int] = {}  # loops that were under way before it, and how many items they had had
         self._talk = Talk(name, runs)
         self._lockstep = Lockstep(self.data, self._talk)
@@ -168,7 +168,7 @@ class Loop:
         return [one for one in others if is_running(one.driver)]
 
     def _takes_turns_with(self, other: Loop) -> bool:
-        """Whether both draw items by turns (`zip`), and this loop is not inside one turn of the other."""
+        """Whether the two loops are zipped, not nested."""
         return other.data.num_items != self._around.get(other)
 
     # -- meetings ---------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class _InLoop(Exchange):
         if talk.is_in_lockstep:
             ends = self._lockstep.ends(run, window)
         else:
-            # Ranks with more items may come to another run's window first. In `rest` they say which one is next.
+            # With several runs, another run's window may close first, on a rank with more items. `rest` asks.
             ends = data.is_in_last_call(run) and (loop.is_as_long or len(talk.known) <= 1)
         return ends and ends_with_data(run.terms.tail)
 
@@ -281,7 +281,7 @@ class _InLoop(Exchange):
         self._lockstep.plan(self._run, window)
 
     def agree(self, window: Window) -> None:
-        """The ranks have compared their settings when they met."""
+        """Nothing to do: the ranks compared their settings when they met."""
 
     def send(self, window: Window) -> Sent | None:
         return window.team.line.send(self._share(window).row())

@@ -48,7 +48,7 @@ class Order(NamedTuple):
         return HELD if self is HELD else Order(after=self.again or (*self.armed, *self.after), asked=self.asked)
 
     def complete(self) -> None:
-        """After the backward, or in place of one: synchronise what it has not."""
+        """After the backward: synchronise what it has not. Without one, synchronise all."""
         wrong = _misuses(self.asked)
         for engine in self.armed:
             engine.finish()
@@ -78,5 +78,5 @@ HELD = Order()  # no engine synchronises
 
 
 def _misuses(engines: Sequence[Engine]) -> list[GradSyncError]:
-    """What is wrong, asked before the collectives, which write over what they find; it is raised after them."""
+    """The engines' errors, asked before the collectives, which overwrite what is looked at, and raised after them."""
     return [error for engine in engines if (error := engine.misuse()) is not None]

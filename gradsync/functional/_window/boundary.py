@@ -13,7 +13,8 @@ from torch.autograd import Variable
 
 from gradsync.engines import clarify
 from gradsync.functional._team.order import HELD, Order
-from gradsync.functional._window.closing import Closing, factor_of
+from gradsync.functional._window.closing import Closing
+from gradsync.functional._window.factor import factor_of
 from gradsync.functional._window.table import SUMS
 from gradsync.ranks.lost import WaitingFor, is_lost, lost
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Held:
-    """A held place. Engines synchronise in it only where they must: `sync="each"`, or the first of a static graph."""
+    """A held place: no engine synchronises, but with `sync="each"`, and in the first micro-batch of a static graph."""
 
     __slots__ = ("_skip", "_window", "order")
     closing = None
@@ -69,7 +70,7 @@ class Held:
         return isinstance(error, self._skip) and self._window.fail(error)
 
     def give_up(self) -> None:
-        """To be called in place of leaving it, where an error goes on by itself."""
+        """To be called in place of leaving it, if a backward that the user has begun fails."""
         self.order.abort()
 
 
@@ -77,7 +78,7 @@ class Boundary:
     """The last place of a window: the table leaves, gradients synchronise, buffers are made equal."""
 
     def __init__(self, window: Window, order: Order, terms: Terms, exchange: Exchange, transport: Transport) -> None:
-        """The table leaves now; or, if engines synchronise twice, between the two."""
+        """The table leaves now. If engines synchronise twice (a static graph), it leaves between the two."""
         self._window = window
         self._terms = terms
         self._exchange = exchange
@@ -114,7 +115,7 @@ class Boundary:
             return False
 
     def give_up(self) -> None:
-        """To be called in place of leaving it, where an error goes on by itself."""
+        """To be called in place of leaving it, if a backward that the user has begun fails."""
         self.order.abort()
         self._transport.carried(self._window)
         self._close_failed()

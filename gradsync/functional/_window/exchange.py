@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 class Exchange:
     """How the ranks tell each other their shares of a window that closes.
 
-    This is the exchange outside of loops: all ranks make equally many calls, and a table is sent where shares may
-    differ. That of a run in a loop is in `_uneven_loop.py`.
+    This is the exchange outside of loops: all ranks make equally many calls, and a table is sent only where shares may
+    differ. In `.over` and in `sync_every` over an iterable, that of `_loop/uneven_loop.py` takes its place.
     """
 
-    #: For each rank, whether a micro-batch of it is expected in the window that closes next; empty if one of each is.
+    #: For each rank, whether a micro-batch of it is expected in the window that closes next. Empty: one of each rank.
     due: Sequence[bool] = ()
-    #: Whether this is a loop, whose data ends. Then a single rank knows the mean loss over all ranks, its own.
+    #: Whether this is a loop, whose data ends. On one rank, the mean loss over all ranks is then known without a table.
     has_an_end = False
 
     def __init__(self, terms: Terms) -> None:
@@ -41,7 +41,7 @@ class Exchange:
         return False
 
     def plan(self, window: Window) -> None:
-        """Called when a call opens a window. Where forwards communicate, other sizes would hang: compare them."""
+        """Called when a call opens a window. Where forwards communicate, other sizes on other ranks would hang."""
         if window.team.lockstep and (window.team.is_new or callable(self._terms.steps)):
             window.sizes = window.team.line.send([float(window.size)])
 
@@ -82,7 +82,7 @@ class Exchange:
 
 
 class Exchanges(Protocol):
-    """A loop, for its runs."""
+    """What `Run.start` needs of a loop."""
 
     def exchange(self, run: Any) -> Exchange:
         """The exchange of this run."""
@@ -106,7 +106,7 @@ def alike(window: Window) -> list[Share]:
     """The shares of all ranks where each brings the same as this rank."""
     share = window.share()
     if window.scale is not None:
-        share = share._replace(scale=0.0)  # nobody has sent one: not to be waited for
+        share = share._replace(scale=0.0)  # not read, because that would wait for the device
     if window.kind == SUMS:
         share = share._replace(count=float(share.count))  # a count on a device is waited for once
     return [share] * window.team.num_ranks

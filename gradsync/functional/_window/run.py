@@ -60,11 +60,12 @@ class Run:
         self.team: Team | None = None
         self.window: Window | None = None
         self.replay: Any = None  # runs the last good micro-batch once more; has `is_alive`
-        self.told: Window | None = None  # the open window that a warning has told of
+        self.told: Window | None = None  # the open window that the user was warned of
         self.who = Who()
         # How gradients travel; `overlap` and `compress` put another way here.
         self.transport = Transport()
-        self._alone = self._exchange = Exchange(terms)  # outside of loops, and that of the current place
+        self._alone = Exchange(terms)  # outside of loops
+        self._exchange = self._alone  # of the current place
         self._agreed = False  # whether the ranks have agreed to flush
 
     @property
@@ -100,9 +101,10 @@ class Run:
         return place
 
     def insist_on_same(self, place: Place) -> None:
-        """Raise if models or optimizers have changed since the window was opened. In held places, by `requires_grad`.
+        """Raise if models or optimizers have changed since the window was opened.
 
-        Asked before each backward, because a body may change them too.
+        Asked before each backward, because a body may change them too. In held places only `requires_grad` is compared,
+        which is cheap.
         """
         team = self._open_window.team
         if place.last:
@@ -168,7 +170,7 @@ class Run:
         """Run nothing in this place. In the last place, what is held synchronises without a backward."""
         window = self._open_window
         order = self._order(window, place)
-        # A static graph synchronises first in a backward: in this rank's next one.
+        # The first synchronisation of a static graph must run in a backward: this rank's next one does it.
         owes = not place.last and any(engine.owes_first for engine in order.armed)
         passage = self._passage(window, place, HELD if owes else order.without_backward())
         with passage:
@@ -299,7 +301,7 @@ class Run:
             compare_sizes(window)
         if place.last:
             return Order.of_boundary(window.active, window.size, window.asked)
-        # Where ranks may run out at different times, one synchronisation a window is what they can count on.
+        # In a loop ranks may run out at different times: they can agree on one synchronisation a window only.
         exchange, team = self._exchange, window.team
         if self.terms.sync == "each" and (not exchange.has_an_end or team.num_ranks == 1 or team.lockstep):
             if team.num_ranks > 1:
