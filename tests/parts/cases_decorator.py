@@ -100,6 +100,42 @@ def train(kind, where, limits, at, function=mean_loss, make=Net, num=2 * WINDOW,
     return states, step.progress
 
 
+class Trap(torch.autograd.Function):
+    """A backward that fails."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError
+
+
+def a_part_that_fails(kind, sums):
+    """Rank 1's second part fails in its backward, at a boundary, with an exception that nobody skips; what each sees."""
+    rank = dist.get_rank()
+    model = Net(at=2)
+    model.limit, model.where = (2, "forward") if rank else (ROWS, "forward")
+    optimizer, parts, seen = torch.optim.SGD(model.parameters(), lr=LR), [], []
+
+    @gradsync.accumulating(WINDOW, fit=True)
+    def step(model, optimizer, number, x, y):
+        loss = (sum_loss if sums else mean_loss)(model, x, y)
+        parts.append(number)
+        if rank and number == WINDOW - 1 and parts.count(number) == 2:
+            return gradsync.LossSum(Trap.apply(loss.loss), loss.count) if sums else Trap.apply(loss)
+        return loss
+
+    used = on(kind, model)
+    for number in range(2 * WINDOW):
+        try:
+            step(used, optimizer, number, *batch(ROWS, seed=10 * number + rank))
+        except (ZeroDivisionError, gradsync.GradSyncError) as error:
+            seen.append((number, type(error).__name__))
+    return seen
+
+
 def compare(states, expected):
     assert len(states) == len(expected), (len(states), len(expected))
     for some, others in zip(states, expected):

@@ -34,6 +34,18 @@ def test_an_armed_backward_that_cannot_be_finished(ranks, kind):
     ranks(2).run(cases.armed_and_broken, kind)
 
 
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("kind", ["bare", "ddp", "find"])
+def test_a_part_that_fails_at_a_boundary(ranks, kind, sums):
+    """It completes the collectives of the window, as a whole micro-batch does whose backward fails: nobody waits.
+
+    Where a table travels, the next one tells both ranks.
+    """
+    first, last = cases.WINDOW - 1, 2 * cases.WINDOW - 1
+    told = [(last, "GradSyncError")] if sums else []
+    assert ranks(2).run(cases.a_part_that_fails, kind, sums, limit=15) == [told, [(first, "ZeroDivisionError"), *told]]
+
+
 @pytest.mark.parametrize("kind", ["bare", "ddp"])
 def test_several_models(ranks, kind):
     """Two models that are trained, and a bystander."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync._errors import GradSyncError, is_misuse
+from gradsync._loss import tensor_of
 from gradsync.engines import find
 from gradsync.functional._window.place import Role
 from gradsync.parts import Backward, Fit, is_out_of_memory, run_in_parts
@@ -89,7 +90,7 @@ class _BackwardOfWindow(Backward):
         self.parameters = run.fitting_team().parameters
         self.closing: Closing | None = None
         self._begun: Passage | None = None  # set when the backward of the last part begins
-        self._has_changed = False  # whether a gradient of this micro-batch may have been accumulated
+        self._first: torch.Tensor | LossSum | None = None  # the loss of the first part whose backward has begun
         self._run, self._place, self._scaler, self._changes = run, place, scaler, changes
 
     def begin(self, loss: torch.Tensor | LossSum, weight: float) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -98,14 +99,14 @@ class _BackwardOfWindow(Backward):
         tensor, seed = window.weigh(loss, self._scaler)
         if weight != 1.0:
             seed = torch.full_like(tensor, weight) if seed is None else seed * weight
-        if not self._has_changed:
+        if self._first is None:
             self._changes()
-            self._has_changed = True
+            self._first = loss
         return tensor, seed
 
     def run(self, tensor: torch.Tensor, seed: torch.Tensor | None, whole: torch.Tensor | LossSum) -> None:
         try:
-            self._begun = self._run.begin(self._place, whole)
+            self._begin(tensor, whole)
         except Exception as error:
             if is_out_of_memory(error):  # the ranks must not begin twice
                 raise GradSyncError(
@@ -113,9 +114,12 @@ class _BackwardOfWindow(Backward):
                     "synchronise, but there was no memory left for these. Leave more room: fewer rows a call."
                 ) from error
             raise
+        tensor.backward(seed)
+
+    def _begin(self, tensor: torch.Tensor, loss: torch.Tensor | LossSum) -> None:
+        self._begun = self._run.begin(self._place, loss)
         for engine in self._begun.order.armed:
             engine.arm(tensor)
-        tensor.backward(seed)
 
     def held(self) -> ExitStack:
         stack = ExitStack()
@@ -128,21 +132,15 @@ class _BackwardOfWindow(Backward):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> bool:
-        run, place, begun = self._run, self._place, self._begun
-        if begun is not None:  # the other ranks may wait in the collectives that it began
-            drops = begun.__exit__(kind, error, where)
-            self.closing = begun.closing
+        run, first = self._run, self._first
+        if error is not None and self._begun is None and first is not None and not is_lost(error):
+            self._begin(tensor_of(first), first)  # the other ranks may wait in its collectives
+        if self._begun is not None:
+            drops = self._begun.__exit__(kind, error, where)
+            self.closing = self._begun.closing
             return drops
-        # A part failed for another reason than memory, or could not be cut.
+        # It failed before any backward, for another reason than memory, or it could not be cut.
         if error is None or not isinstance(error, run.terms.skip) or is_misuse(error) or is_lost(error):
             return False
-        window = run.window
-        assert window is not None, "a place has been started"
-        if self._has_changed and not window.fail(error):
-            return False
-        if self._has_changed:
-            window.num_own += 1
-        else:
-            window.drop()
-        self.closing = run.miss(place)
+        self.closing = run.drop(self._place)
         return True
