@@ -1,6 +1,6 @@
 """What the decorator and the iterator are made of, for people who build a third.
 
-    item -> Loop -> Place -> Window -> Share -> Line -> engines -> Closing -> update
+    item -> Loop -> Run -> Window -> Place -> Share -> Line -> engines -> Closing -> update
 
 A `Run` opens one window after another, of a `Team`: the engines, ranks and parameters that take part. Each micro-batch
 has a `Place` in the open window. In the last place the rank's `Share` leaves as a row of a small table, the engines
