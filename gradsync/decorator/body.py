@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gradsync._errors import GradSyncError, is_misuse
+from gradsync._errors import GradSyncError
 from gradsync.functional import find_loss
-from gradsync.ranks.lost import is_lost
+from gradsync.ranks.lost import cannot_be_skipped
 from gradsync.ranks.meet import meet, ranks_where
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class Body:
                 returned = function(*args, **kwargs)
                 return returned, find_loss(returned)
         except self._skip as error:
-            if is_misuse(error) or is_lost(error):
-                raise  # misuse is never skipped
+            if cannot_be_skipped(error):
+                raise
             if began:
                 raise GradSyncError(
                     f"{self._run.name} can drop a micro-batch on a sharded engine only before its model is called, for "

@@ -138,12 +138,12 @@ class Windows:
                 updater.begin()
             place = run.start(run.who, loop)
             if place.last and updater.lands_before(place):
-                returned, _ = self._run(place._replace(last=False), call, loop)
+                returned, _ = self._forward_and_backward(place._replace(last=False), call, loop)
                 updater.settle()
                 with run.holding(place):
                     closing = run.miss(place)  # synchronises what was held
             else:
-                returned, closing = self._run(place, call, loop)
+                returned, closing = self._forward_and_backward(place, call, loop)
             self.record.num_steps += 1
             with WaitingFor(run.what):
                 self._end_place(closing)
@@ -151,7 +151,7 @@ class Windows:
             self.record.tell()
         return returned
 
-    def _run(self, place: Place, call: Call, loop: Loop | None) -> tuple[Any, Closing | None]:
+    def _forward_and_backward(self, place: Place, call: Call, loop: Loop | None) -> tuple[Any, Closing | None]:
         """Run the function and its backward; returns what it returned, and in the last place the closing."""
         run = self.run
         window = run.window

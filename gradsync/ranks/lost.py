@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from gradsync._errors import GradSyncError
+from gradsync._errors import GradSyncError, is_misuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +26,11 @@ def is_lost(error: BaseException) -> bool:
         return False
     kinds = getattr(dist, "DistError", ())  # absent where torch was built without distributed
     return isinstance(error, kinds) or _WORDS.search(str(error)) is not None
+
+
+def cannot_be_skipped(error: BaseException) -> bool:
+    """Whether it is misuse or means a lost rank: no `skip` drops that."""
+    return is_misuse(error) or is_lost(error)
 
 
 def lost(error: BaseException, what: str) -> GradSyncError:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync._errors import GradSyncError, is_misuse
+from gradsync._errors import GradSyncError
 from gradsync._loss import tensor_of
 from gradsync.engines import find
 from gradsync.functional._window.place import Role
 from gradsync.parts import Backward, Fit, is_out_of_memory, run_in_parts
-from gradsync.ranks.lost import is_lost
+from gradsync.ranks.lost import cannot_be_skipped, is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -140,7 +140,7 @@ class _BackwardOfWindow(Backward):
             self.closing = self._begun.closing
             return drops
         # It failed before any backward, for another reason than memory, or it could not be cut.
-        if error is None or not isinstance(error, run.terms.skip) or is_misuse(error) or is_lost(error):
+        if error is None or not isinstance(error, run.terms.skip) or cannot_be_skipped(error):
             return False
         self.closing = run.drop(self._place)
         return True

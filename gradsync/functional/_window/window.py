@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync._errors import GradSyncError, is_misuse
+from gradsync._errors import GradSyncError
 from gradsync._loss import LossSum
 from gradsync.functional._update.grad_scaler import Scale, is_scaling
 from gradsync.functional._window.loss_sum_count import Count
 from gradsync.functional._window.table import MEANS, NOBODY, NOTHING, SUMS, Share
-from gradsync.ranks.lost import is_lost
+from gradsync.ranks.lost import cannot_be_skipped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -79,7 +79,7 @@ class Window:
 
         Returns whether they can; else the exception goes on.
         """
-        if self.team.forward_communicates or is_misuse(error) or is_lost(error):
+        if self.team.forward_communicates or cannot_be_skipped(error):
             return False
         self.num_dropped += 1
         self.failed = True
