@@ -86,10 +86,12 @@ class Updater:
         except BaseException:
             # If a step fails, the window stays open here, and is discarded. Other ranks may have closed theirs: the
             # next table shows it, and all ranks raise. If a scheduler fails, the update is made; the window closes.
-            if made.stepped and window is not None:
-                self.end_window()
-            if made.stepped or window is None:
+            if made.stepped:
+                if window is not None:
+                    self.end_window()
                 self.record.note(made, closing)
+            elif window is None:
+                self.run.take_back()
             raise
         finally:
             self._clear(team)

@@ -90,6 +90,17 @@ class StaticEngine(DDPEngine):
         else:
             super().finish()
 
+    def _complete_armed(self) -> None:
+        if not self._is_untouched():
+            self._complete(self._unready())
+            return
+        # `reduce` leaves the reducer armed: it would reduce in the next held backward. It is reset as a whole, and then
+        # wants to order its buckets again, which is due now on all ranks, or never.
+        self._reducer._reset_state()
+        if self._ddp._has_rebuilt_buckets:
+            vars(self._ddp)["_gradsync_keeps_buckets"] = True
+        self.reduce()
+
     def misuse(self) -> GradSyncError | None:
         if self._owes_first:
             return None  # `reduce` has more to say

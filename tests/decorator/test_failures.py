@@ -227,3 +227,70 @@ def test_a_wrapper_that_does_not_step_at_a_boundary_is_an_error():
                 step(model, optimizer, micro_batch(0, i))
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
+
+
+class FailingAt(torch.optim.SGD):
+    """Its steps fail that have these numbers."""
+
+    def __init__(self, parameters, numbers):
+        super().__init__(parameters, lr=0.1)
+        self.numbers, self.count = numbers, 0
+
+    def step(self, *_):
+        self.count += 1
+        if self.count in self.numbers:
+            raise ZeroDivisionError
+        return super().step()
+
+
+def failing_as_it_lands(overlap: int) -> list:
+    """On rank 1 the true step of the second window fails, and its user goes on; what each rank hears."""
+    model, rank, said = small_model(), dist.get_rank(), []
+    optimizer = FailingAt(model.parameters(), [4] if rank == 1 else [])  # each window has a provisional step before it
+
+    @accumulating(steps=2, overlap=overlap)
+    def step(model, optimizer, x):
+        return mean_loss(model, x)
+
+    try:
+        for i in step.over(range(8)):
+            try:
+                step(model, optimizer, micro_batch(rank, i))
+            except ZeroDivisionError:
+                said.append("failed")
+    except GradSyncError as error:
+        said.append(str(error))
+    progress = step.progress
+    assert progress.updates + progress.skipped <= progress.window
+    return said
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_a_rank_whose_step_failed_as_gradients_landed_is_named_on_every_rank(ranks, overlap):
+    """Its window had closed before; it is counted no longer."""
+    for rank, said in enumerate(ranks(2).run(failing_as_it_lands, overlap, limit=15)):
+        assert said[:-1] == ["failed"] * rank
+        assert "same number of closed windows, but rank 0 has " in said[-1] and "A boundary failed" in said[-1]
+
+
+def failing_before_any_parameter(steps: int, at: int, sync: str) -> None:
+    """On rank 1 a boundary's backward fails at the loss: that of a static graph, which stays armed."""
+    rank, model = dist.get_rank(), small_model()
+    home, optimizer = DDP(model, static_graph=True), Recorder(model.parameters())
+
+    @accumulating(steps=steps, skip=ZeroDivisionError, sync=sync)
+    def step(model, optimizer, x, fails):
+        return Trap.apply(mean_loss(model, x), ZeroDivisionError() if fails else None)
+
+    for i in range(4 * steps):
+        assert (step(home, optimizer, micro_batch(rank, i), (rank, i) == (1, at)) is None) == ((rank, i) == (1, at))
+    windows = [w for w in cut([4 * steps] * 2, steps) if (1, at) not in w]
+    expected, _ = train(small_model(), windows, window_mean)
+    assert_equal_updates(optimizer.seen, expected)
+    assert step.progress.skipped == 1
+
+
+@pytest.mark.parametrize("sync", ["window", "each"])
+@pytest.mark.parametrize(("steps", "at"), [(1, 1), (1, 2), (2, 1), (2, 3)])
+def test_a_static_graph_goes_on_after_a_backward_that_failed_at_the_loss(ranks, steps, at, sync):
+    ranks(2).run(failing_before_any_parameter, steps, at, sync, limit=15)

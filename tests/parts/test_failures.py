@@ -7,7 +7,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from gradsync import GradSyncError
+from gradsync import GradSyncError, functional
 from gradsync._loss import LossSum
 from gradsync.parts import Fit, run_in_parts
 from tests.parts.limited import BackwardOf, Limit, Net, assert_same, batch, gradients, mean_loss, opened, run, sum_loss
@@ -476,3 +476,18 @@ def test_models_sparse_and_tied():
         assert models[0].weight.grad.is_sparse
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
+
+
+def test_a_boundary_that_lacks_memory_begins_once(monkeypatch):
+    """What it has sent would come a second time, to ranks that wait for something else."""
+    run, model, begun = functional.Run("example", functional.Terms(steps=1)), torch.nn.Linear(1, 1), []
+
+    def begin(*_):
+        begun.append(1)
+        raise MemoryError
+
+    monkeypatch.setattr(run, "begin", begin)
+    place, in_parts = run.start(functional.Who([model])), functional.InParts(True, run.name)
+    with run.holding(place), pytest.raises(GradSyncError, match="no memory left"):
+        in_parts.run(run, place, lambda rows: model(rows).mean(), (torch.ones(4, 1),), {})
+    assert begun == [1]

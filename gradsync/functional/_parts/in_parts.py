@@ -91,6 +91,7 @@ class _BackwardOfWindow(Backward):
         self.closing: Closing | None = None
         self._begun: Passage | None = None  # set when the backward of the last part begins
         self._first: torch.Tensor | LossSum | None = None  # the loss of the first part whose backward has begun
+        self._has_tried = False  # whether it has tried to begin: the ranks must not begin twice
         self._run, self._place, self._scaler, self._changes = run, place, scaler, changes
 
     def begin(self, loss: torch.Tensor | LossSum, weight: float) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -108,7 +109,7 @@ class _BackwardOfWindow(Backward):
         try:
             self._begin(tensor, whole)
         except Exception as error:
-            if is_out_of_memory(error):  # the ranks must not begin twice
+            if is_out_of_memory(error):
                 raise GradSyncError(
                     "The ranks exchange a small table, and buffers where there are any, before a window's gradients "
                     "synchronise, but there was no memory left for these. Leave more room: fewer rows a call."
@@ -117,6 +118,7 @@ class _BackwardOfWindow(Backward):
         tensor.backward(seed)
 
     def _begin(self, tensor: torch.Tensor, loss: torch.Tensor | LossSum) -> None:
+        self._has_tried = True
         self._begun = self._run.begin(self._place, loss)
         for engine in self._begun.order.armed:
             engine.arm(tensor)
@@ -133,7 +135,7 @@ class _BackwardOfWindow(Backward):
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> bool:
         run, first = self._run, self._first
-        if error is not None and self._begun is None and first is not None and not is_lost(error):
+        if error is not None and first is not None and not self._has_tried and not is_lost(error):
             self._begin(tensor_of(first), first)  # the other ranks may wait in its collectives
         if self._begun is not None:
             drops = self._begun.__exit__(kind, error, where)

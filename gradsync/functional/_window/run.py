@@ -234,6 +234,12 @@ class Run:
         self.abandon()
         self.number += 1
 
+    def take_back(self) -> None:
+        """Count a closed window no longer: its update, made later, has failed here. The next table tells the ranks."""
+        self.number -= 1
+        if self.window is not None:
+            self.window.number -= 1
+
     def pass_by(self) -> None:
         """Count a place in which this rank ran nothing."""
         self._open_window.num_own += 1
