@@ -26,10 +26,22 @@ def test_two_backwards_in_a_micro_step():
 def test_a_backward_out_of_turn():
     model = small_model()
     steps = []
-    with pytest.raises(GradSyncError, match="ran one out of turn"):
+    with pytest.raises(GradSyncError, match="ran one out of turn. Call its backward before the loop draws"):
         for step, x in gradsync.sync_every(model, 2, [X, X]):
             steps.append(step)
             steps[0].backward(mean_loss(model, x))
+
+
+def test_a_step_that_has_closed_an_empty_window_goes_on_to_say_so():
+    """Also when the loop has gone on, to windows that are not empty."""
+    model, steps = small_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, count in gradsync.sync_every(model, 1, [0, 2, 0]):
+        step.backward(mean_loss(model, X) * count, count=count)
+        steps.append(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [step.empty for step in steps] == [True, False, True]
 
 
 @pytest.mark.parametrize("explicit", [True, False])
