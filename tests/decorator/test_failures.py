@@ -123,14 +123,16 @@ def test_a_skipped_type_out_of_a_backward_drops_the_window_everywhere(ranks, bad
     ranks(2).run(spoiled, bad)
 
 
-class FailingOnce(torch.optim.SGD):
-    """Its step fails once if it is told to."""
+class FailingAt(torch.optim.SGD):
+    """Its steps fail that have these numbers."""
 
-    fails = False
+    def __init__(self, parameters, numbers):
+        super().__init__(parameters, lr=0.1)
+        self.numbers, self.count = numbers, 0
 
     def step(self, *_):
-        if self.fails:
-            self.fails = False
+        self.count += 1
+        if self.count in self.numbers:
             raise ZeroDivisionError
         return super().step()
 
@@ -139,14 +141,13 @@ def failing_in_a_loop(wrap: str, where: str) -> list:
     """One rank's boundary fails and its user goes on; what each rank hears."""
     model = small_model()
     home = DDP(model) if wrap == "ddp" else model
-    optimizer = FailingOnce(model.parameters(), lr=0.1)
+    rank, said = dist.get_rank(), []
+    optimizer = FailingAt(model.parameters(), [2] if rank == 1 and where == "step" else [])
 
     @accumulating(steps=2)
     def step(model, optimizer, x, fails):
-        optimizer.fails = fails and where == "step"
         return Trap.apply(mean_loss(model, x), ZeroDivisionError() if fails and where == "backward" else None)
 
-    rank, said = dist.get_rank(), []
     try:
         for i in step.over(range(6)):
             try:
@@ -227,20 +228,6 @@ def test_a_wrapper_that_does_not_step_at_a_boundary_is_an_error():
                 step(model, optimizer, micro_batch(0, i))
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
-
-
-class FailingAt(torch.optim.SGD):
-    """Its steps fail that have these numbers."""
-
-    def __init__(self, parameters, numbers):
-        super().__init__(parameters, lr=0.1)
-        self.numbers, self.count = numbers, 0
-
-    def step(self, *_):
-        self.count += 1
-        if self.count in self.numbers:
-            raise ZeroDivisionError
-        return super().step()
 
 
 def failing_as_it_lands(overlap: int) -> list:

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsync
 from gradsync.parts import Sizes, call
 from tests.parts.limited import Net, assert_same, batch, mean_loss, sum_loss
+from tests.support.traps import Trap
 
 WINDOW, ROWS, LR = 3, 6, 0.1
 
@@ -100,18 +101,6 @@ def train(kind, where, limits, at, function=mean_loss, make=Net, num=2 * WINDOW,
     return states, step.progress
 
 
-class Trap(torch.autograd.Function):
-    """A backward that fails."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ZeroDivisionError
-
-
 def a_part_that_fails(kind, sums):
     """Rank 1's second part fails in its backward, at a boundary, with an exception that nobody skips; what each sees."""
     rank = dist.get_rank()
@@ -124,7 +113,8 @@ def a_part_that_fails(kind, sums):
         loss = (sum_loss if sums else mean_loss)(model, x, y)
         parts.append(number)
         if rank and number == WINDOW - 1 and parts.count(number) == 2:
-            return gradsync.LossSum(Trap.apply(loss.loss), loss.count) if sums else Trap.apply(loss)
+            error = ZeroDivisionError()
+            return gradsync.LossSum(Trap.apply(loss.loss, error), loss.count) if sums else Trap.apply(loss, error)
         return loss
 
     used = on(kind, model)
