@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradsync import sync_every
+from gradsync import GradSyncError, sync_every
 from tests.support.models import small_model
 from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
 from tests.support.verdicts import FullRecorder, compare, exact, on_engine, refused, verdict, verdicts
@@ -77,6 +79,10 @@ def penalty_of_the_last_layer(loop: Loop) -> None:
     sum(parameter.square().sum() for parameter in list(loop.home.parameters())[-1:]).backward()
 
 
+def penalty_of_a_layer_between(loop: Loop) -> None:
+    sum(parameter.square().sum() for parameter in list(loop.home.parameters())[2:3]).backward()
+
+
 def penalty_of_the_first_layer(loop: Loop) -> None:
     sum(parameter.square().sum() for parameter in list(loop.home.parameters())[:1]).backward()
 
@@ -115,10 +121,38 @@ PLACES = [At(0, 1), At(0, 2), At(3, 0), At(3, 1), At(3, 2)]
 
 @pytest.mark.parametrize("at", PLACES, ids=repr)
 @pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("what", [another_loss, penalty, penalty_of_the_first_layer, penalty_of_the_last_layer], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "what",
+    [another_loss, penalty, penalty_of_the_first_layer, penalty_of_a_layer_between, penalty_of_the_last_layer],
+    ids=lambda one: one.__name__,
+)
 @pytest.mark.parametrize(("engine", "size"), HOMES)
 def test_a_backward_beside_that_of_the_step(ranks, engine, size, what, order, at):
     refused(verdicts(ranks(size), habit, engine, {order: what, "at": at}), BESIDE)
+
+
+def another_loss_that_is_caught(loop: Loop) -> None:
+    with contextlib.suppress(GradSyncError):
+        another_loss(loop)
+
+
+@pytest.mark.parametrize("at", PLACES, ids=repr)
+@pytest.mark.parametrize(("engine", "size"), HOMES)
+def test_a_backward_beside_it_whose_error_the_body_catches(ranks, engine, size, at):
+    said = verdicts(ranks(size), habit, engine, {"after": another_loss_that_is_caught, "at": at})
+    refused(said, "a plain backward of the same model came beside it")
+
+
+def traces(engine: str) -> list:
+    """What is left at the parameters after a loop: tables of hooks that autograd would look at in each backward."""
+    loop = Loop(on_engine(small_model(unused=False), engine))
+    loop.run()
+    return [parameter._post_accumulate_grad_hooks for parameter in loop.home.parameters()]
+
+
+@pytest.mark.parametrize(("engine", "size"), [one for one in HOMES if one[0] != "fsdp2"])
+def test_no_hooks_are_left_at_the_parameters(ranks, engine, size):
+    assert all(left == [None] * len(left) for left in ranks(size).run(traces, engine))
 
 
 @pytest.mark.parametrize(("what", "word"), [(clear, "they vanished: something called zero_grad()"),

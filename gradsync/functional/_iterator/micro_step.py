@@ -97,6 +97,7 @@ class Turn:
         self.loop: Sequence[CodeType] = ()  # what draws the micro-steps
         self._run = run
         self._broken = False  # whether a backward has begun in this turn, and not ended well
+        self._is_mixed = False  # whether a plain backward has come beside `step.backward`
         self._place: Place | None = None
         self._current: MicroStep | None = None
         self._done: MicroStep | None = None
@@ -111,7 +112,7 @@ class Turn:
     def at(self, place: Place) -> Turn:
         """Context manager: inside, holds and hooks are in place for the `MicroStep` of a place."""
         self._place, self._done, self._over = place, None, None
-        self._broken = False
+        self._broken = self._is_mixed = False
         return self
 
     def __enter__(self) -> MicroStep:
@@ -140,6 +141,9 @@ class Turn:
         place = self._place
         if kind is not None or place is None:
             return
+        if self._is_mixed:  # the body has caught the error
+            self._run.discard()
+            raise mixed(place)
         if place.last:
             self._end_window(place)
         elif self._done is None and self._over is None:
@@ -207,9 +211,10 @@ class Turn:
         place = self._place
         assert place is not None, "the hooks that call this live as long as a step's turn"
         if self._watch.is_explicit:
+            self._is_mixed = True
             raise mixed(place)
         self._run.note_plain(place)
-        if not place.last and not any(engine.owes_first for engine in self._run.fitting_team().engines):
+        if not self._run.synchronises(place):
             return
         if self._over is None:
             if not self._run.fitting_team().holds_inside:  # their parameters are gathered now

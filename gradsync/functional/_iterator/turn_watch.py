@@ -8,7 +8,7 @@ from gradsync._errors import GradSyncError
 from gradsync._state import OPEN
 from gradsync._step_hook import unwatch_steps, watch_steps
 from gradsync.functional._iterator.left_gradients import insist_on_none_inside, insist_on_none_left, mark
-from gradsync.functional._team.leaf_hooks import PlainBackward
+from gradsync.functional._team.leaf_hooks import Arrivals, PlainBackward
 from gradsync.functional._update.optimizers import owned
 from gradsync.functional._window.gradient_watch import GradientWatch
 
@@ -18,14 +18,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from gradsync.functional._team.team import Team
     from gradsync.functional._window.closing import Closing
     from gradsync.functional._window.place import Place
     from gradsync.functional._window.run import Run
-
-# A body is much the same in each window. In the first ones each parameter has a hook, so that the error comes at once.
-# Later, changed gradients tell of a backward beside step.backward. Where they do not (on the last micro-step, on which
-# the user may change them, and where engines keep them), hooks at the first and the last parameter do.
-_NUM_LOOKED_AT = 2
 
 
 class TurnWatch:
@@ -36,10 +32,10 @@ class TurnWatch:
         self.is_explicit = False  # whether the user has called step.backward
         self._run = run
         self._came = came
-        self._plain: PlainBackward | None = None
-        self._at_ends: PlainBackward | None = None  # the hooks at the first and the last parameter, to be used again
+        self._arrivals: Arrivals | None = None  # hooks at the parameters of the current team
+        self._plain: PlainBackward | None = None  # hooks for a plain backward that is to synchronise
+        self._is_ours = False  # whether the backward that runs is that of `step.backward`
         self._gradients = GradientWatch()
-        self._is_blind = False  # whether engines keep gradients inside, where that watch does not see them
         self._older: Sequence[torch.Tensor] = ()  # for each gradient that a window began with: whether it was not zero
         self._place: Place | None = None  # of the current turn
         self.closing: Closing | None = None  # of the window, once it has synchronised
@@ -47,18 +43,12 @@ class TurnWatch:
 
     def begin(self, place: Place) -> None:
         """A turn begins."""
-        self._place, self.closing = place, None
+        self._place, self.closing, self._is_ours = place, None, False
         if not place.index:
+            self._begin_window()
+        if not self.is_explicit and self._run.synchronises(place):
             team = self._run.fitting_team()
-            insist_on_none_inside(team)
-            if team is not self._gradients.team:
-                self._gradients.watch(team)
-                self._at_ends, self._is_blind = None, team.holds_inside
-            self._gradients.remember()
-        if not self.is_explicit or place.window < _NUM_LOOKED_AT:
-            self._watch_everywhere()
-        elif self._is_blind:
-            self._watch_ends()
+            self._plain = PlainBackward(team.leaves, self._came, team.swapped)
 
     def end(self) -> None:
         """A turn ends."""
@@ -69,7 +59,24 @@ class TurnWatch:
     def end_loop(self) -> None:
         """Called after the last turn. What refers to the models goes now, and waits for no garbage collection."""
         unwatch_steps(self)
-        self._came, self._at_ends, self._gradients = bool, None, GradientWatch()
+        if self._arrivals is not None:
+            self._arrivals.stop()
+        self._came, self._arrivals, self._gradients = bool, None, GradientWatch()
+
+    def _begin_window(self) -> None:
+        team = self._run.fitting_team()
+        insist_on_none_inside(team)
+        if team is not self._gradients.team:
+            self._gradients.watch(team)
+            if self._arrivals is not None:
+                self._arrivals.stop()
+            self._arrivals = Arrivals(_hooked(team), self._arrive)
+        self._gradients.remember()
+
+    def _arrive(self, _: torch.Tensor) -> None:
+        """A gradient has arrived at a parameter."""
+        if not self._is_ours and self._plain is None and self._place is not None:
+            self._came()
 
     @property
     def reached(self) -> set[int]:
@@ -80,7 +87,7 @@ class TurnWatch:
         """The user has called `step.backward`, for the first time in this turn."""
         if not self.is_explicit and self._run.is_plain:
             raise mixed(place)
-        self.is_explicit = True
+        self.is_explicit = self._is_ours = True
         if self._plain is not None:
             self._stop()
         if not place.index:
@@ -103,6 +110,7 @@ class TurnWatch:
 
     def after_backward(self, place: Place, closing: Closing | None) -> None:
         """That backward has ended."""
+        self._is_ours = False
         if closing is None:
             self._gradients.remember()
         elif closing.factor != 1.0 and any(self._older):
@@ -113,10 +121,6 @@ class TurnWatch:
                 "need a sync_every of their own."
             )
         self.closing = closing
-        if place.window < _NUM_LOOKED_AT:
-            self._watch_everywhere()
-        elif closing is not None or self._is_blind:
-            self._watch_ends()
 
     def __call__(self, optimizer: Any) -> None:
         """An optimizer is about to step: an error on a held micro-step, and with gradients that are not exact."""
@@ -144,26 +148,15 @@ class TurnWatch:
         self._plain.stop()
         self._plain = None
 
-    def _watch_everywhere(self) -> None:
-        team = self._run.fitting_team()
-        # With FSDP2 gradients arrive also at parameters themselves: of a loss that no forward has led to.
-        leaves = dict.fromkeys((*team.leaves, *team.watchable)) if self.is_explicit else team.leaves
-        self._plain = PlainBackward(leaves, self._came, team.swapped).watch()
 
-    def _watch_ends(self) -> None:
-        at_ends = self._at_ends
-        if at_ends is None:
-            team = self._run.fitting_team()
-            leaves = dict.fromkeys((*_ends(team.leaves), *_ends(team.watchable)))
-            at_ends = PlainBackward(leaves, self._came, team.swapped)
-            self._at_ends = None if self._is_blind else at_ends
-        self._plain = at_ends.watch()
+def _hooked(team: Team) -> Iterable[torch.Tensor]:
+    """Where gradients of a team arrive: with FSDP2 also at parameters themselves, of a loss that no forward has led to.
 
-
-def _ends(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The first and the last that are trained."""
-    trained = [leaf for leaf in leaves if leaf.requires_grad]
-    return [*trained[:1], *trained[-1:]]
+    A hook at an offloaded parameter would make FSDP2 wait for each copy to the host.
+    """
+    leaves = team.leaves
+    devices = {leaf.device.type for leaf in leaves}
+    return dict.fromkeys((*leaves, *(one for one in team.watchable if one.device.type in devices)))
 
 
 def mixed(place: Place) -> GradSyncError:

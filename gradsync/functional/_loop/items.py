@@ -26,36 +26,9 @@ def with_last(iterable: Iterable[T], name: str = "a loop") -> Iterator[tuple[T, 
     >>> list(with_last(iter("ab")))
     [('a', False), ('b', True)]
     """
-    for item, known in with_known(iterable, name, lambda: 1, length(iterable)):
-        yield item, not known
-
-
-def with_known(
-    iterable: Iterable[T], name: str, ahead: Callable[[], int], known: int | None = None
-) -> Iterator[tuple[T, int]]:
-    """Each item, and how many more are known to come.
-
-    Where the length is `known`, nothing is drawn ahead; where it is not, `ahead()` items are, asked before each.
-
-    >>> list(with_known(iter("abcd"), "a loop", lambda: 2))
-    [('a', 2), ('b', 2), ('c', 1), ('d', 0)]
-    """
-    if known is None:
-        drawn: deque[T] = deque()
-        for item in iterable:
-            drawn.append(item)
-            while len(drawn) > ahead():
-                yield drawn.popleft(), len(drawn)
-        while drawn:
-            yield drawn.popleft(), len(drawn)
-        return
-    for number, item in enumerate(iterable, start=1):
-        if number > known:
-            raise GradSyncError(
-                f"An iterable in {name} must yield no more items than its length says, but this one of length {known} "
-                "went on. Mend its __len__, or pass iter(...) of it, whose length is not asked for."
-            )
-        yield item, known - number
+    data = Data(length(iterable))
+    for item in data.items(iterable, name, lambda: 1):
+        yield item, data.is_last
 
 
 def length(iterable: object) -> int | None:
@@ -81,11 +54,32 @@ class Data:
         self._most: dict[Hashable, int] = {}  # the largest number for any item before it
 
     def items(self, iterable: Iterable[T], name: str, ahead: Callable[[], int]) -> Iterator[T]:
-        """The items of an iterable, counted; where its length is not known, `ahead()` items are drawn ahead."""
-        for item, known in with_known(iterable, name, ahead, self.length):
-            self._finish_item()
-            self.num_items += 1
-            self.num_known, self.is_last = known, not known
+        """The items of an iterable, counted.
+
+        Where the length is known, nothing is drawn ahead; where it is not, `ahead()` items are, asked before each.
+
+        >>> data = Data(None)
+        >>> [(item, data.num_known) for item in data.items(iter("abcd"), "a loop", lambda: 2)]
+        [('a', 2), ('b', 2), ('c', 1), ('d', 0)]
+        """
+        if self.length is None:
+            drawn: deque[T] = deque()
+            for item in iterable:
+                drawn.append(item)
+                while len(drawn) > ahead():
+                    self._begin_item(len(drawn) - 1)
+                    yield drawn.popleft()
+            while drawn:
+                self._begin_item(len(drawn) - 1)
+                yield drawn.popleft()
+            return
+        for item in iterable:
+            if self.num_items == self.length:
+                raise GradSyncError(
+                    f"An iterable in {name} must yield no more items than its length says, but this one of length "
+                    f"{self.length} went on. Mend its __len__, or pass iter(...) of it, whose length is not asked for."
+                )
+            self._begin_item(self.length - self.num_items - 1)
             yield item
 
     def end(self) -> None:
@@ -119,6 +113,11 @@ class Data:
     def foresees(self, run: Hashable) -> bool:
         """Whether each item has had one call, of `run`: then the calls to come are known as far as the items are."""
         return self.calls_once(run) and not self.num_idle
+
+    def _begin_item(self, num_known: int) -> None:
+        self._finish_item()
+        self.num_items += 1
+        self.num_known, self.is_last = num_known, not num_known
 
     def _finish_item(self) -> None:
         if not self._calls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,14 +42,9 @@ class _Module(NamedTuple):
         return cls(weakref.ref(module), type(module), [*map(id, parameters)], [*children])
 
 
-class _Parameter(NamedTuple):
-    """What an engine minds of a parameter. A lazy one has no dtype, device and shape: it gets them later."""
-
-    parameter: nn.Parameter
-    dtype: Any
-    device: Any
-    shape: Any
-    trainable: bool
+# What an engine minds of a parameter: of one that is trained, and of a bystander's.
+_FORM = attrgetter("requires_grad", "dtype", "device", "shape")
+_FORM_BESIDE = attrgetter("dtype", "device", "shape")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +54,12 @@ class Snapshot:
     It refers to parameters, not to modules, and so does not keep a model alive.
     """
 
-    parameters: Sequence[_Parameter]
-    num_inside: int  # how many of these, from the first, are in a model
-    trained: frozenset[int]
+    trained: Sequence[nn.Parameter]
+    beside: Sequence[nn.Parameter]  # bystanders'
+    forms: Sequence[tuple[Any, ...]]  # of both; of a lazy one only the beginning, for it gets the rest later
+    has_lazy: bool
+    num_inside: int  # how many of all these are in a model
+    ids: frozenset[int]  # of those for which it matters whether they are frozen
     owned: Sequence[int]  # the ids of the optimizers' parameters
     roots: Sequence[int]  # the ids of the models
     modules: Sequence[_Module]  # all modules in them
@@ -75,14 +74,14 @@ class Snapshot:
         cls,
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        trained: frozenset[int],
+        ids: frozenset[int],
         gathered: Gathered = NOTHING,
         *,
         emptied: Collection[nn.Module] = (),
     ) -> Snapshot:
         """The snapshot now.
 
-        `trained` has the ids of the parameters for which it matters whether they are frozen: not those of bystanders.
+        `ids` has those of the parameters for which it matters whether they are frozen: not those of bystanders.
         `gathered` has what stands in modules in place of parameters, with these. `emptied` has the modules whose
         parameters an engine has put into others: it minds if these are others, or elsewhere.
         """
@@ -90,10 +89,19 @@ class Snapshot:
         theirs = [tuple(_parameters_of(module, gathered)) for module in every]
         found = dict.fromkeys(one for parameters in theirs for one in parameters if one is not None)
         mine = owned(optimizers)
+        both = dict.fromkeys((*found, *mine))
+        trained = [one for one in both if id(one) in ids]
+        beside = [one for one in both if id(one) not in ids]
         return cls(
-            parameters=[_likeness(one, trained) for one in dict.fromkeys((*found, *mine))],
-            num_inside=len(found),
             trained=trained,
+            beside=beside,
+            forms=[
+                *((one.requires_grad,) if is_lazy(one) else _FORM(one) for one in trained),
+                *(() if is_lazy(one) else _FORM_BESIDE(one) for one in beside),
+            ],
+            has_lazy=any(map(is_lazy, both)),
+            num_inside=len(found),
+            ids=ids,
             owned=[*map(id, mine)],
             roots=[*map(id, models)],
             modules=[*map(_Module.of, every, theirs)],
@@ -119,12 +127,10 @@ class Snapshot:
         """What has changed since then, in words; None if nothing that matters to an engine."""
         if self._is_still(models, optimizers, gathered):
             return None
-        now = Snapshot.of(models, optimizers, self.trained, gathered, emptied=emptied())
+        now = Snapshot.of(models, optimizers, self.ids, gathered, emptied=emptied())
         return None if self._is_like(now) else self._difference(now)
 
-    def _is_still(  # noqa: PLR0911 - quick: nothing is looked at after the first difference
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], gathered: Gathered
-    ) -> bool:
+    def _is_still(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], gathered: Gathered) -> bool:
         """Whether nothing at all has changed (quick)."""
         if self.roots != [*map(id, models)]:
             return False
@@ -138,18 +144,13 @@ class Snapshot:
             found = _parameters_of(module, gathered) if gathered else module._parameters.values()
             if [*map(id, found)] != parameters or [*map(id, module._modules.values())] != children:
                 return False
-        trained = self.trained
-        for parameter, dtype, device, shape, trainable in self.parameters:
-            if parameter.dtype is not dtype or parameter.shape != shape or parameter.device != device:
-                return False
-            if trainable != (parameter.requires_grad and id(parameter) in trained):
-                return False
-        return True
+        return not self.has_lazy and [*map(_FORM, self.trained), *map(_FORM_BESIDE, self.beside)] == self.forms
 
     def _is_like(self, other: Snapshot) -> bool:
         return (
-            len(self.parameters) == len(other.parameters)
-            and all(map(_is_like, self.parameters, other.parameters))
+            [*map(id, self.trained)] == [*map(id, other.trained)]
+            and [*map(id, self.beside)] == [*map(id, other.beside)]
+            and all(map(_is_alike, self.forms, other.forms))
             and self.num_inside == other.num_inside
             and self.owned == other.owned
             and self.kinds == other.kinds
@@ -159,20 +160,22 @@ class Snapshot:
         )
 
     def _difference(self, other: Snapshot) -> str:
-        mine, theirs = ({id(one.parameter): one for one in snapshot.parameters} for snapshot in (self, other))
-        both = [(mine[key], theirs[key]) for key in mine.keys() & theirs.keys()]
+        mine, theirs = self._by_id(), other._by_id()
+        both = [key for key in mine.keys() & theirs.keys() if not _is_alike(mine[key], theirs[key])]
+        switched = sum(key in self.ids and mine[key][0] != theirs[key][0] for key in both)
         numbers = {
             "parameters are new": len(theirs.keys() - mine.keys()),
             "are gone": len(mine.keys() - theirs.keys()),
-            "were frozen or unfrozen": sum(a.trainable != b.trainable for a, b in both),
-            "changed their dtype, device or shape": sum(
-                a.trainable == b.trainable and not _is_like(a, b) for a, b in both
-            ),
+            "were frozen or unfrozen": switched,
+            "changed their dtype, device or shape": len(both) - switched,
         }
         told = [f"{number} {words}" for words, number in numbers.items() if number]
         if self.emptied != other.emptied:
             told.append("layers whose parameters are in flat ones were taken out, replaced or moved")
         return ", ".join(told) or "the optimizers' parameters or the wrappers are others"
+
+    def _by_id(self) -> dict[int, tuple[Any, ...]]:
+        return dict(zip(map(id, (*self.trained, *self.beside)), self.forms, strict=True))
 
 
 def _parameters_of(module: nn.Module, gathered: Gathered) -> Collection[nn.Parameter | None]:
@@ -185,14 +188,5 @@ def _parameters_of(module: nn.Module, gathered: Gathered) -> Collection[nn.Param
     return own.values()
 
 
-def _likeness(parameter: nn.Parameter, trained: frozenset[int]) -> _Parameter:
-    trainable = parameter.requires_grad and id(parameter) in trained
-    if is_lazy(parameter):
-        return _Parameter(parameter, None, None, None, trainable)
-    return _Parameter(parameter, parameter.dtype, parameter.device, parameter.shape, trainable)
-
-
-def _is_like(then: _Parameter, now: _Parameter) -> bool:
-    if then.parameter is not now.parameter or then.trainable != now.trainable:
-        return False
-    return then.dtype is None or then[1:4] == now[1:4]
+def _is_alike(then: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    return then == now[: len(then)]

@@ -115,8 +115,7 @@ class Team:
 
     def check(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         """Raise unless models and optimizers are as they were when the open window was opened."""
-        gathered = {tensor: parameter for one in self._gathering for tensor, parameter in one.gathered.items()}
-        what = self._change(models, optimizers, gathered)
+        what = self._change(models, optimizers, self._gathered())
         if what is not None:
             raise GradSyncError(_CHANGED.format(name=name, what=what))
 
@@ -130,6 +129,10 @@ class Team:
                 if not engine.is_wired():
                     return "parameters were cast, though perhaps back again, or got another storage or memory format"
         return what
+
+    def _gathered(self) -> Mapping[Any, nn.Parameter]:
+        engines = self._gathering
+        return {tensor: own for one in engines for tensor, own in one.gathered.items()} if engines else {}
 
     def _emptied(self) -> set[nn.Module]:
         return {module for engine in self._gathering for module in engine.emptied}

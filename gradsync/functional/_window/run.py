@@ -93,7 +93,8 @@ class Run:
         self.who = who
         self._exchange = exchange = self._alone if loop is None else loop.exchange(self)
         ends = exchange.enter(self)
-        window = self._open_window
+        window = self.window
+        assert window is not None, "opened by now"
         last = ends or window.index + 1 >= window.size
         place = Place(window.number, window.index, window.size, last)
         if goes_on and window.team.holds_inside:
@@ -144,16 +145,19 @@ class Run:
         An exception of a type in `skip` is not raised; it drops the window on all ranks. The gradients of a replay
         weigh nothing.
         """
-        window = self._open_window
-        tensor = check_loss(loss)
-        seed = None
+        window = self.window
+        assert window is not None, "a place has been started"
+        tensor, seed = check_loss(loss), None
         if place.role is RUNS:
             self.insist_on_same(place)
             window.add(loss)
             tensor, seed = window.weigh(loss, scaler)
         elif place.role is Role.MISSES:
             return self.miss(place)
-        return self._run_backward(window, place, tensor, seed, run)
+        passage = self._passage(window, place, self._order(window, place))
+        with passage:
+            backward(tensor, passage.order, seed, run)
+        return passage.closing
 
     def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Passage:
         """Begin a backward that the caller runs by itself. In the last place, the table leaves.
@@ -191,6 +195,10 @@ class Run:
         """A backward that is not ours has come, in a place that is held."""
         if place.role is RUNS:
             self._open_window.kind = PLAIN
+
+    def synchronises(self, place: Place) -> bool:
+        """Whether engines synchronise in the backward of this place."""
+        return place.last or any(engine.owes_first for engine in self._open_window.active)
 
     def join(self, place: Place, reached: set[int], done: Callable[[Closing | None], None]) -> Callable[[], bool]:
         """Synchronise in a backward that the user runs and that has begun; `done` is called at its end.
@@ -287,14 +295,6 @@ class Run:
         self.number, self._num_dropped = number, num_dropped
 
     # -- inside -----------------------------------------------------------------------------------------------------
-
-    def _run_backward(
-        self, window: Window, place: Place, loss: torch.Tensor, seed: torch.Tensor | None, run: RunBackward | None
-    ) -> Closing | None:
-        passage = self._passage(window, place, self._order(window, place))
-        with passage:
-            backward(loss, passage.order, seed, run)
-        return passage.closing
 
     def _passage(self, window: Window, place: Place, order: Order) -> Passage:
         if place.last:
