@@ -62,7 +62,7 @@ from gradsync.functional._iterator.micro_step import MicroStep
 from gradsync.functional._iterator.sync_every import sync_every
 from gradsync.functional._loop.items import length, with_last
 from gradsync.functional._loop.lockstep import StandIn
-from gradsync.functional._loop.uneven_loop import Loop
+from gradsync.functional._loop.loop import Loop
 from gradsync.functional._parts.in_parts import InParts
 from gradsync.functional._parts.rows_that_fit import rows_that_fit
 from gradsync.functional._team.no_sync import no_sync
@@ -91,6 +91,7 @@ from gradsync.functional._window.table import Share
 from gradsync.functional._window.tail import Tail, ends_with_data, factor_of_update
 from gradsync.functional._window.terms import Terms, Who
 from gradsync.functional._window.transport import Transport
+from gradsync.functional._window.weigh import weigh
 from gradsync.functional._window.window import Window
 
 __all__ = [
@@ -142,6 +143,7 @@ __all__ = [
     "sync_every",
     "sync_gradients",
     "update",
+    "weigh",
     "window_size",
     "with_last",
     "zero",

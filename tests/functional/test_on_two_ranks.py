@@ -26,7 +26,7 @@ OF_ONE_RANK = {
     },
 }  # fmt: skip
 TRIED = {
-    "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Role", "StandIn", "Team", "Window", "Boundary", "Held", "InParts",
+    "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Role", "StandIn", "Team", "Window", "weigh", "Boundary", "Held", "InParts",
     "factor_of_update", "Transport", "update", "Update", "step_optimizers", "normalise", "norm", "clip", "all_finite", "sync_gradients",
     "no_sync", "sync_every", "MicroStep", "fit", "Fitting", "rows_that_fit",
 }  # fmt: skip
@@ -136,7 +136,7 @@ def parts_of_a_micro_batch(wrap) -> None:
             with begun:
                 for engine in begun.order.armed:
                     engine.arm(loss)
-                tensor, seed = run.window.weigh(loss, None)
+                tensor, seed = F.weigh(run.window, loss, None)
                 tensor.backward(seed)
             closing = begun.closing
     F.update([optimizer], factor=closing.factor)

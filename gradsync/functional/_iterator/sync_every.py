@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from gradsync.functional._iterator.left_gradients import leave
 from gradsync.functional._iterator.micro_step import MicroStep, Turn
 from gradsync.functional._loop.items import length
-from gradsync.functional._loop.uneven_loop import Loop
+from gradsync.functional._loop.loop import Loop
 from gradsync.functional._team.no_sync import check_modules
 from gradsync.functional._window.run import Run
 from gradsync.functional._window.terms import Terms, Who

@@ -44,6 +44,7 @@ class Data:
 
     def __init__(self, length: int | None) -> None:
         self.length = length
+        self.is_as_long = True  # whether all ranks are known to have as many items
         self.num_items = 0
         self.num_calls = 0
         self.num_idle = 0  # items without a call

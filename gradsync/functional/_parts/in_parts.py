@@ -12,6 +12,7 @@ from gradsync._errors import GradSyncError
 from gradsync._loss import tensor_of
 from gradsync.engines import find
 from gradsync.functional._window.place import Role
+from gradsync.functional._window.weigh import weigh
 from gradsync.parts import Backward, Fit, is_out_of_memory, run_in_parts
 from gradsync.ranks.lost import cannot_be_skipped, is_lost
 
@@ -97,7 +98,7 @@ class _BackwardOfWindow(Backward):
     def begin(self, loss: torch.Tensor | LossSum, weight: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         window = self._run.window
         assert window is not None, "a place has been started"
-        tensor, seed = window.weigh(loss, self._scaler)
+        tensor, seed = weigh(window, loss, self._scaler)
         if weight != 1.0:
             seed = torch.full_like(tensor, weight) if seed is None else seed * weight
         if self._first is None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from gradsync._errors import GradSyncError
 from gradsync._loss import find_loss, tensor_of
 from gradsync.engines import find
-from gradsync.functional._team.backward import Hold
+from gradsync.functional._team.hold import Hold
 from gradsync.functional._team.no_sync import check_modules
 from gradsync.parts.before import Before, ForwardState
 from gradsync.parts.memory import free, is_out_of_memory, let_go

@@ -8,7 +8,7 @@ from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import find, uncovered
-from gradsync.functional._team.backward import Hold
+from gradsync.functional._team.hold import Hold
 from gradsync.ranks.group import require_group, several_ranks
 
 if TYPE_CHECKING:

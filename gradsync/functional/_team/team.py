@@ -12,8 +12,8 @@ from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import attach, find, is_compiled, ungather
-from gradsync.functional._team.backward import Hold
 from gradsync.functional._team.bystanders import Bystanders
+from gradsync.functional._team.hold import Hold
 from gradsync.functional._team.second_engine import SecondEngineWatch
 from gradsync.functional._team.snapshot import Snapshot
 from gradsync.functional._update.gradients import discard, is_there

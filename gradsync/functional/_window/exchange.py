@@ -22,7 +22,7 @@ class Exchange:
     """How the ranks tell each other their shares of a window that closes.
 
     This is the exchange outside of loops: all ranks make equally many calls, and a table is sent only where shares may
-    differ. In `.over` and in `sync_every` over an iterable, that of `_loop/uneven_loop.py` takes its place.
+    differ. In `.over` and in `sync_every` over an iterable, that of `_loop/loop.py` takes its place.
     """
 
     #: For each rank, whether a micro-batch of it is expected in the window that closes next. Empty: one of each rank.

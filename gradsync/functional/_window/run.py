@@ -23,6 +23,7 @@ from gradsync.functional._window.steps import window_size
 from gradsync.functional._window.table import PLAIN
 from gradsync.functional._window.terms import Terms, Who
 from gradsync.functional._window.transport import Transport
+from gradsync.functional._window.weigh import weigh
 from gradsync.functional._window.window import Window
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ class Run:
         if place.role is RUNS:
             self.insist_on_same(place)
             window.add(loss)
-            tensor, seed = window.weigh(loss, scaler)
+            tensor, seed = weigh(window, loss, scaler)
         elif place.role is Role.MISSES:
             return self.miss(place)
         passage = self._passage(window, place, self._order(window, place))

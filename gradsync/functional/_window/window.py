@@ -6,11 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from gradsync._errors import GradSyncError
 from gradsync._loss import LossSum
-from gradsync.functional._update.grad_scaler import Scale, is_scaling
+from gradsync.functional._update.grad_scaler import Scale
 from gradsync.functional._window.loss_sum_count import Count
 from gradsync.functional._window.table import MEANS, NOBODY, NOTHING, SUMS, Share
 from gradsync.ranks.lost import cannot_be_skipped
@@ -18,7 +16,7 @@ from gradsync.ranks.lost import cannot_be_skipped
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch.amp import GradScaler
+    import torch
 
     from gradsync.engines import Engine
     from gradsync.functional._team.team import Team
@@ -97,29 +95,6 @@ class Window:
     def what(self) -> str:
         """What the ranks wait in when the window closes, for an error that names the missing ranks."""
         return f"synchronising the gradients of window {self.number} of {self.team.name}"
-
-    def weigh(
-        self, loss: torch.Tensor | LossSum, scaler: GradScaler | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The tensor from which to run the backward of a loss, and the gradient to begin with (None: 1)."""
-        tensor, seed = (loss.loss, None) if isinstance(loss, LossSum) else (loss, self._seed(loss))
-        if is_scaling(scaler):
-            Scale.insist_on_unscaled(scaler, tensor)
-            self.scale = self.scale or Scale.of(scaler, tensor)
-            tensor = self.scale.apply(tensor)
-        return tensor, seed
-
-    def _seed(self, loss: torch.Tensor) -> torch.Tensor:
-        """The gradient to begin with: bitwise what the backward of `loss / size` passes on, without that division."""
-        key = (self.size, loss.dtype, loss.device, loss.shape)
-        seeds = self.team.seeds
-        seed = seeds.get(key)
-        # If the loss is a view of a parameter, the seed itself becomes a gradient, and is written to later.
-        if seed is None or seed._version:
-            if len(seeds) > 16:  # a user's steps may take any number of values
-                seeds.clear()
-            seed = seeds[key] = torch.ones_like(loss, requires_grad=False) / self.size
-        return seed
 
     def share(
         self,
