@@ -50,5 +50,5 @@ SAID_OF_TORCH: set[str] = set()
 STEP_HOOK: list[Any] = []
 """The one hook before the steps of all optimizers, once it has been needed; it stays."""
 
-STEP_WATCHERS: weakref.WeakValueDictionary[int, Callable[[Any], None]] = weakref.WeakValueDictionary()
+STEP_WATCHERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Whom that hook asks, by id."""

@@ -7,24 +7,28 @@ garbage collector comes by and removes a hook. So there is one hook in it, for g
 from __future__ import annotations
 
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsync._state import STEP_HOOK, STEP_WATCHERS, STEPPING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+
+class StepWatcher(Protocol):
+    """Who is asked before an optimizer steps, and may raise."""
+
+    def before_step(self, optimizer: Any) -> None:
+        """The user's code is about to step this optimizer."""
 
 
-def watch_steps(watcher: Callable[[Any], None]) -> None:
-    """Have `watcher(optimizer)` called before each step of a user's, as long as somebody holds the watcher."""
+def watch_steps(watcher: StepWatcher) -> None:
+    """Have `watcher.before_step` called before each step of a user's, as long as somebody holds the watcher."""
     if not STEP_HOOK:
         STEP_HOOK.append(register_optimizer_step_pre_hook(_ask))
     STEP_WATCHERS[id(watcher)] = watcher
 
 
-def unwatch_steps(watcher: Callable[[Any], None]) -> None:
+def unwatch_steps(watcher: StepWatcher) -> None:
     """Call it no longer."""
     STEP_WATCHERS.pop(id(watcher), None)
 
@@ -50,4 +54,4 @@ def _ask(optimizer: Any, *_: object) -> None:
     for ref in STEP_WATCHERS.valuerefs():  # a list: they may come and go meanwhile, in other threads too
         watcher = ref()
         if watcher is not None:
-            watcher(optimizer)
+            watcher.before_step(optimizer)

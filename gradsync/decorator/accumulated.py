@@ -12,15 +12,15 @@ import wrapt
 from typing_extensions import ParamSpec, Self
 
 from gradsync._state import FUNCTIONS
+from gradsync.decorator.calls import CallsByInstance
 from gradsync.decorator.over import Over, over
-from gradsync.decorator.registry import Registries
 from gradsync.decorator.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from gradsync.decorator.calls import Calls
     from gradsync.decorator.progress import Progress
-    from gradsync.decorator.registry import Registry
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -59,7 +59,7 @@ class Accumulated(Generic[P, R_co]):
         def __get__(self, instance: Any, owner: Any = None, /) -> Any: ...
 
     @property
-    def _registry(self) -> Registry:
+    def _calls(self) -> Calls:
         raise NotImplementedError
 
     @property
@@ -71,32 +71,32 @@ class Accumulated(Generic[P, R_co]):
 
         Ranks may hold different numbers of items. What reads ahead goes inside: `step.over(prefetch(loader))`.
         """
-        return over(iterable, self._registry, self._instance)
+        return over(iterable, self._calls, self._instance)
 
     def flush(self) -> None:
         """Close the open windows now. Collective: every rank calls it, after the same number of closed windows."""
-        self._registry.flush(self._instance)
+        self._calls.flush(self._instance)
 
     def settle(self) -> None:
         """With `overlap`: wait for gradients that still travel, and make their update. Not collective."""
-        self._registry.settle()
+        self._calls.settle()
 
     def reset(self) -> None:
         """Discard the open windows, with their gradients."""
-        self._registry.reset()
+        self._calls.reset()
 
     @property
     def progress(self) -> Progress:
         """Counters, loss and gradient norm of the window that was called last."""
-        return self._registry.progress
+        return self._calls.progress
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, and mid-window this rank's gradients: plain dicts, numbers and tensors."""
-        return self._registry.state_dict()
+        return self._calls.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. A state loaded before the first call is checked and used in that call."""
-        self._registry.load_state_dict(state)
+        self._calls.load_state_dict(state)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_OWN, "__wrapped__"})
@@ -104,7 +104,7 @@ class Accumulated(Generic[P, R_co]):
     def __repr__(self) -> str:
         inner = repr(self.__wrapped__)
         inner = inner[1:-1] if inner.startswith("<") else inner
-        settings = self._registry.settings.in_words()
+        settings = self._calls.settings.in_words()
         return f"<{inner} under accumulating({settings}), with {', '.join('.' + own for own in _OWN)}>"
 
     # `__doc__` is the function's own docstring. `help` does not call this method (since Python 3.9), and so it finds
@@ -135,7 +135,7 @@ _OWN = [name for name in vars(Accumulated) if not name.startswith("_")]
 def _documentation(decorated: Accumulated[..., Any]) -> str:
     """The function's own docstring, and below it what is added, for `help`."""
     own = decorated.__wrapped__.__doc__
-    added = _ADDED.format(settings=decorated._registry.settings.in_words())
+    added = _ADDED.format(settings=decorated._calls.settings.in_words())
     return added if not own else f"{own.rstrip()}\n\n{_indented(added, own)}"
 
 
@@ -147,8 +147,8 @@ class _AccumulatedMethod(Accumulated[P, R_co], wrapt.BoundFunctionWrapper[..., A
     __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
 
     @property
-    def _registry(self) -> Registry:
-        return self._self_parent._self_registries.of(self._instance)  # type: ignore[no-any-return]
+    def _calls(self) -> Calls:
+        return self._self_parent._self_calls.of(self._instance)  # type: ignore[no-any-return]
 
     @property
     def _instance(self) -> object:
@@ -178,25 +178,25 @@ class AccumulatedFunction(Accumulated[P, R_co], wrapt.FunctionWrapper[..., Any])
         place = (code.co_filename, code.co_firstlineno) if code is not None else ("gradsync", 0)
         inner = function.func if isinstance(function, partial) else function
         name = getattr(inner, "__qualname__", type(inner).__qualname__).rpartition("<locals>.")[2]
-        registries = Registries(name, settings, place)
+        all_calls = CallsByInstance(name, settings, place)
         bound = inspect.ismethod(function)  # a bound method was decorated: only wrapt knows its instance
 
         def call(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             own = None if bound else instance
-            return registries.of(own).call(wrapped, own, args, kwargs)
+            return all_calls.of(own).call(wrapped, own, args, kwargs)
 
         super().__init__(function, call)
-        self._self_registries = registries
-        FUNCTIONS.add(registries)
+        self._self_calls = all_calls
+        FUNCTIONS.add(all_calls)
 
     # Not `weakref.finalize`: that would hold the windows until the function ends, and with them `on_update`, which may
     # refer to the function. They would keep each other alive, and the model.
     def __del__(self) -> None:
-        self._self_registries.warn_if_open()
+        self._self_calls.warn_if_open()
 
     @property
-    def _registry(self) -> Registry:
-        return self._self_registries.of(None)
+    def _calls(self) -> Calls:
+        return self._self_calls.of(None)
 
     # A decorated function is copied as itself and pickled by its name, like any function. Its windows are not copied.
     def __reduce__(self) -> str:
@@ -206,14 +206,14 @@ class AccumulatedFunction(Accumulated[P, R_co], wrapt.FunctionWrapper[..., Any])
         if not inspect.ismethod(self.__wrapped__):
             return self
         # A bound method is copied with its instance, like Python's own, and so are the models that were named.
-        settings = copy.deepcopy(self._registry.settings, memo)
+        settings = copy.deepcopy(self._calls.settings, memo)
         return AccumulatedFunction(copy.deepcopy(self.__wrapped__, memo), settings)
 
 
 @atexit.register
 def _warn_of_open_windows() -> None:
-    for registries in list(FUNCTIONS):
-        registries.warn_if_open()
+    for all_calls in list(FUNCTIONS):
+        all_calls.warn_if_open()
 
 
 def _indented(text: str, own: str) -> str:

@@ -15,7 +15,7 @@ from gradsync.functional import window_size
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from gradsync.decorator.windows import Windows
+    from gradsync.decorator.micro_batches import MicroBatches
     from gradsync.functional import Steps
 
 VERSION = 2
@@ -72,11 +72,11 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
     return {name: short if count[short] == 1 else name for name, short in own.items()}
 
 
-def save(windows: Windows) -> dict[str, Any]:
+def save(micro_batches: MicroBatches) -> dict[str, Any]:
     """The counters, and the content of the open window, as plain values."""
-    run, progress = windows.run, windows.record.progress
+    run, progress = micro_batches.run, micro_batches.record.progress
     team = run.fitting_team()
-    names, steps = names_of(windows), windows.settings.steps
+    names, steps = names_of(micro_batches), micro_batches.settings.steps
     state: dict[str, Any] = {
         **{name: getattr(progress, name) for name in _NUMBERS},
         "steps": steps if isinstance(steps, int) else None,
@@ -93,10 +93,10 @@ def save(windows: Windows) -> dict[str, Any]:
     return state
 
 
-def check(windows: Windows, state: Mapping[str, Any]) -> None:
+def check(micro_batches: MicroBatches, state: Mapping[str, Any]) -> None:
     """Raise if a state belongs to other models or ranks. It does not communicate."""
-    name, team = windows.run.name, windows.run.fitting_team()
-    here = {own: list(parameter.shape) for own, parameter in names_of(windows).items()}
+    name, team = micro_batches.run.name, micro_batches.run.fitting_team()
+    here = {own: list(parameter.shape) for own, parameter in names_of(micro_batches).items()}
     if state["num_ranks"] != team.num_ranks:
         raise GradSyncError(
             f"A state of {name} can be loaded on as many ranks as it was saved on, {state['num_ranks']}, but "
@@ -118,23 +118,23 @@ def check(windows: Windows, state: Mapping[str, Any]) -> None:
         )
 
 
-def load(windows: Windows, state: Mapping[str, Any]) -> None:
+def load(micro_batches: MicroBatches, state: Mapping[str, Any]) -> None:
     """Load a state that fits. It does not communicate."""
-    run, names = windows.run, names_of(windows)
+    run, names = micro_batches.run, names_of(micro_batches)
     team = run.fitting_team()
-    windows.begin_anew(progress_in(state))
+    micro_batches.begin_anew(progress_in(state))
     if state["index"]:
         window = run.open(team)
         window.load(state["open"], state["index"])
         held = state["open"]["gradients"]
         team.load_held({names[name]: gradient.to(names[name].device).clone() for name, gradient in held.items()})
-        windows.watch.watch(team)
-        windows.watch.remember()
+        micro_batches.watch.watch(team)
+        micro_batches.watch.remember()
 
 
-def names_of(windows: Windows) -> dict[str, nn.Parameter]:
+def names_of(micro_batches: MicroBatches) -> dict[str, nn.Parameter]:
     """The parameters by their names: the same however the model is wrapped."""
-    models, team = windows.run.who.models, windows.run.fitting_team()
+    models, team = micro_batches.run.who.models, micro_batches.run.fitting_team()
     mine = {id(parameter): parameter for parameter in team.parameters}
     # Do not call `rest` here: a rank that saves alone would wait alone in the gather of its next forward.
     for engine in team.engines:

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import CodeType
 
-    from gradsync.decorator.registry import Registry
-    from gradsync.decorator.windows import Windows
+    from gradsync.decorator.calls import Calls
+    from gradsync.decorator.micro_batches import MicroBatches
     from gradsync.functional import Run, StandIn
 
 T = TypeVar("T")
 
 
-def over(iterable: Iterable[T], registry: Registry, instance: object) -> Over[T]:
+def over(iterable: Iterable[T], calls: Calls, instance: object) -> Over[T]:
     """The iterable again, sized if it was."""
-    return (Over if length(iterable) is None else SizedOver)(iterable, registry, instance)
+    return (Over if length(iterable) is None else SizedOver)(iterable, calls, instance)
 
 
 class Over(Generic[T]):
@@ -34,24 +34,24 @@ class Over(Generic[T]):
 
         def __len__(self) -> int: ...
 
-    def __init__(self, iterable: Iterable[T], registry: Registry, instance: object) -> None:
+    def __init__(self, iterable: Iterable[T], calls: Calls, instance: object) -> None:
         # Nested `.over`s share one loop: with two, the outer loop would end the inner loop too soon.
         self._iterable: Iterable[T] = iterable
-        self._decorated: list[tuple[Registry, object]] = [(registry, instance)]  # an instance lives as long as its loop
+        self._decorated: list[tuple[Calls, object]] = [(calls, instance)]  # an instance lives as long as its loop
         if isinstance(iterable, Over):
-            self._iterable, self._decorated = iterable._iterable, [*iterable._decorated, (registry, instance)]
+            self._iterable, self._decorated = iterable._iterable, [*iterable._decorated, (calls, instance)]
 
     def __iter__(self) -> Iterator[T]:
         decorated = [*self._decorated]
-        registries = [registry for registry, _ in decorated]
-        name = f"{registries[0].name}.over"
+        all_calls = [calls for calls, _ in decorated]
+        name = f"{all_calls[0].name}.over"
         loop = Loop(name, length(self._iterable), lambda: _runs(decorated))
         with ExitStack() as stack:
             # The loop may be referenced longer than its data and its instances are needed.
             stack.callback(loop.end)
             stack.callback(decorated.clear)
-            for position, registry in enumerate(registries):
-                stack.enter_context(registry.loops.running(loop, position))
+            for position, calls in enumerate(all_calls):
+                stack.enter_context(calls.loops.running(loop, position))
             drawn: Sequence[CodeType] = ()
             try:
                 for item in loop.items(self._iterable):
@@ -63,17 +63,17 @@ class Over(Generic[T]):
                     raise
                 if is_left_on_purpose(sys._getframe(0).f_back, drawn):
                     _warn_if_open(loop)
-                    _settle(registries)
+                    _settle(all_calls)
                 else:
-                    for windows in _of_this_thread(registries):
-                        windows.updater.go_back()
+                    for micro_batches in _of_this_thread(all_calls):
+                        micro_batches.updater.go_back()
                 raise
-            for run, place in _rest(loop, registries):
-                windows = next(one for registry in registries for one in registry.every if one.run is run)
-                windows.take_part(place)
-            _settle(registries)
-        for registry in registries:
-            registry.loops.note_idle(loop)
+            for run, place in _rest(loop, all_calls):
+                micro_batches = next(one for calls in all_calls for one in calls.every if one.run is run)
+                micro_batches.take_part(place)
+            _settle(all_calls)
+        for calls in all_calls:
+            calls.loops.note_idle(loop)
 
 
 class SizedOver(Over[T]):
@@ -83,8 +83,8 @@ class SizedOver(Over[T]):
         return len(self._iterable)  # type: ignore[arg-type]
 
 
-def _runs(decorated: Sequence[tuple[Registry, object]]) -> list[Run]:
-    return [run for place, (registry, instance) in enumerate(decorated) for run in registry.runs(instance, place)]
+def _runs(decorated: Sequence[tuple[Calls, object]]) -> list[Run]:
+    return [run for place, (calls, instance) in enumerate(decorated) for run in calls.runs(instance, place)]
 
 
 def _insist_on_latest(loop: Loop) -> None:
@@ -97,25 +97,25 @@ def _insist_on_latest(loop: Loop) -> None:
         )
 
 
-def _rest(loop: Loop, registries: Sequence[Registry]) -> Iterator[StandIn]:
+def _rest(loop: Loop, all_calls: Sequence[Calls]) -> Iterator[StandIn]:
     """The places after this rank's data has ended. What other ranks land before a boundary lands before it here."""
     rest = loop.rest()
     while True:
-        for windows in _of_this_thread(registries):
-            windows.land_before_boundary()
+        for micro_batches in _of_this_thread(all_calls):
+            micro_batches.land_before_boundary()
         turn = next(rest, None)
         if turn is None:
             return
         yield turn
 
 
-def _settle(registries: Sequence[Registry]) -> None:
-    for registry in registries:
-        registry.settle()
+def _settle(all_calls: Sequence[Calls]) -> None:
+    for calls in all_calls:
+        calls.settle()
 
 
-def _of_this_thread(registries: Sequence[Registry]) -> list[Windows]:
-    return [windows for registry in registries for windows in registry.of_this_thread()]
+def _of_this_thread(all_calls: Sequence[Calls]) -> list[MicroBatches]:
+    return [micro_batches for calls in all_calls for micro_batches in calls.of_this_thread()]
 
 
 def _warn_if_open(loop: Loop) -> None:
@@ -124,7 +124,7 @@ def _warn_if_open(loop: Loop) -> None:
     if opened:
         name = loop.name.removesuffix(".over")
         for run in opened:
-            run.told = run.window
+            run.warned_of = run.window
         warnings.warn(
             f"The loop over {loop.name} was left with a window open: {opened[0].index} micro-batches are accumulated. "
             f"Call {name}.flush() to use them, on all ranks together, or {name}.reset() to drop them.",

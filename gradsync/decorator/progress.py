@@ -74,7 +74,7 @@ class Record:
         self._on_update = on_update
         self._instance = instance
         self.is_telling = False  # whether `on_update` runs
-        self._is_told = False  # whether it has run for the last update
+        self._has_told = False  # whether it has run for the last update
         self.go_on_from(Progress())
 
     def go_on_from(self, progress: Progress) -> None:
@@ -91,7 +91,7 @@ class Record:
         """A window has closed, with the update `made`."""
         self.num_updates += made.stepped
         self.num_skipped += not made.stepped
-        self._made, self._closing, self._is_told = made, closing, False
+        self._made, self._closing, self._has_told = made, closing, False
 
     def note_skipped(self, closing: Closing) -> None:
         """A window has closed without an update. With `overlap`, an earlier window may update in the same call."""
@@ -130,10 +130,10 @@ class Record:
 
     def tell(self) -> None:
         """Call the user's `on_update`, once for an update of the last call."""
-        if self._on_update is None or self._is_told or not self._made.stepped:
+        if self._on_update is None or self._has_told or not self._made.stepped:
             return
         instance = self._instance()
-        self.is_telling = self._is_told = True
+        self.is_telling = self._has_told = True
         try:
             self._on_update(*(() if instance is None else (instance,)), self.progress)
         finally:

@@ -122,7 +122,7 @@ class TurnWatch:
             )
         self.closing = closing
 
-    def __call__(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: Any) -> None:
         """An optimizer is about to step: an error on a held micro-step, and with gradients that are not exact."""
         if self._place is None:
             return

@@ -13,8 +13,8 @@ from torch import nn
 from gradsync._errors import GradSyncError
 from gradsync.engines import attach, find, is_compiled, ungather
 from gradsync.functional._team.bystanders import Bystanders
+from gradsync.functional._team.hidden_engine import HiddenEngineWatch
 from gradsync.functional._team.hold import Hold
-from gradsync.functional._team.second_engine import SecondEngineWatch
 from gradsync.functional._team.snapshot import Snapshot
 from gradsync.functional._update.gradients import discard, is_there
 from gradsync.functional._update.optimizers import owned
@@ -105,7 +105,7 @@ class Team:
         compiled = any(is_compiled(module) for model in models for module in model.modules())
         if self.num_ranks == 1 or compiled:
             return self.hold
-        return both(SecondEngineWatch(name, models, self.ids), self.hold)
+        return both(HiddenEngineWatch(name, models, self.ids), self.hold)
 
     def fits(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> bool:
         """Whether models and optimizers are as they were. Asked when a window opens."""

@@ -26,7 +26,7 @@ class Closing(NamedTuple):
     shares: tuple[Share, ...]
     rank: int
     factor: float | None
-    is_told: bool  # whether the shares were sent, not inferred from this rank's own
+    was_sent: bool  # whether the shares were sent, not inferred from this rank's own
     own_losses: Sequence[torch.Tensor]  # of this rank's micro-batches
     own_counts: Count  # what they were sums over, exactly
     failures: Sent | None = None  # flags of ranks that failed after the table, not read yet
@@ -83,7 +83,7 @@ class Closing(NamedTuple):
     @property
     def mean_loss(self) -> float | None:
         """The mean loss over all ranks; None if there was none, or if the ranks sent no table."""
-        if not self.is_told:
+        if not self.was_sent:
             return None
         over = math.fsum(float(s.count if self.is_of_sums else s.num_micro_batches) for s in self.shares)
         return sum(float(sum_of_losses(share.loss)) for share in self.shares) / over if over else None

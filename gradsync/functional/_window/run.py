@@ -61,7 +61,7 @@ class Run:
         self.team: Team | None = None
         self.window: Window | None = None
         self.replay: Any = None  # runs the last good micro-batch once more; has `is_alive`
-        self.told: Window | None = None  # the open window that the user was warned of
+        self.warned_of: Window | None = None  # the open window that the user was warned of
         self.who = Who()
         # How gradients travel; `overlap` and `compress` put another way here.
         self.transport = Transport()

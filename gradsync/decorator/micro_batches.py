@@ -1,4 +1,4 @@
-"""`Windows`: the windows of a step function and its optimizers, one after another. A call is a micro-batch."""
+"""`MicroBatches`: runs a call of a step function: the function, its backward, and at the boundary the update."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from gradsync.functional import Closing, Loop, Place
 
 
-class Windows:
-    """The windows of one (function, instance, optimizers). It holds neither models nor optimizers."""
+class MicroBatches:
+    """Runs the calls of one (function, instance, optimizers), window by window. Holds no model and no optimizer."""
 
     def __init__(self, name: str, order: int, settings: Settings, instance: object) -> None:
         self.order = order  # its number among the function's windows
@@ -99,7 +99,7 @@ class Windows:
         self._participants = [reference(one) for one in found]
         self.updater.bind(participants)
 
-    def __call__(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Called before any optimizer steps: an error in the middle of a window.
 
         It compares parameters, because the user may have made another optimizer, or one that steps in the backward.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class SecondEngineWatch:
+class HiddenEngineWatch:
     """Context manager: inside, the forward of a wrapper that is not among the models, but has their parameters, raises.
 
     It would synchronise beside the team's own engine, and where ranks differ, while others do something else.

@@ -1,4 +1,4 @@
-"""`Registry`: the `Windows` of one function and instance. Finds those of a call; flushes, saves and loads all."""
+"""`Calls`: all calls of one function and instance. Finds the windows that a call belongs to; flushes, saves, loads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 
 from gradsync._errors import GradSyncError
 from gradsync.decorator.checkpoint import VERSION, check, check_steps_of, load, progress_in, save, windows_in
+from gradsync.decorator.cut_off import drop_cut_off
 from gradsync.decorator.loops import Loops
-from gradsync.decorator.optimizer_gone import drop_cut_off
+from gradsync.decorator.micro_batches import MicroBatches
 from gradsync.decorator.participants import check_complete, participants_of
 from gradsync.decorator.progress import Progress
-from gradsync.decorator.windows import Windows
 from gradsync.overlap import LEFT
 from gradsync.ranks.meet import nothing_here
 
@@ -34,37 +34,40 @@ if TYPE_CHECKING:
 _MOST_NESTED = 64  # functions of nested `.over`s, in the numbers that the ranks of a loop call their runs by
 
 
-class Registries:
-    """The `Registry` of each instance of a decorated function. A plain function has one, that of the instance None."""
+class CallsByInstance:
+    """The `Calls` of each instance of a decorated function. Those of a plain function are of the instance None."""
 
     def __init__(self, name: str, settings: Settings, place: tuple[str, int]) -> None:
         """`place` is the file and line of the function, for warnings."""
-        self._make = partial(Registry, name, settings, place, itertools.count())
-        self._of: dict[int, Registry] = {}  # by the instance's id
+        self._make = partial(Calls, name, settings, place, itertools.count())
+        self._of: dict[int, Calls] = {}  # by the instance's id
 
-    def of(self, instance: object) -> Registry:
+    def of(self, instance: object) -> Calls:
         """The windows of one instance. They end with it; with __slots__ nobody is told, and its optimizers end them."""
-        registry = self._of.get(id(instance))
-        if registry is None:
+        calls = self._of.get(id(instance))
+        if calls is None:
             made = self._make()
-            registry = self._of.setdefault(id(instance), made)  # another thread may have made it meanwhile
-            if registry is made:
+            calls = self._of.setdefault(id(instance), made)  # another thread may have made it meanwhile
+            if calls is made:
                 with suppress(TypeError):
                     weakref.finalize(instance, _weakly(self._forget), id(instance)).atexit = False
-        return registry
+        return calls
 
     def warn_if_open(self) -> None:
         """Called at the end of the function or the program."""
-        for registry in [*self._of.values()]:
-            registry.warn_if_open()
+        for calls in [*self._of.values()]:
+            calls.warn_if_open()
 
     def _forget(self, key: int) -> None:
         """An instance is gone; another instance may get its id."""
         self._of.pop(key).warn_if_open()  # which may raise, where warnings are errors
 
 
-class Registry:
-    """The windows of a function for one instance, by optimizers. They are dropped when their optimizer is."""
+class Calls:
+    """The calls of a function for one instance. Those with the same optimizers are micro-batches of the same windows.
+
+    `every` has a `MicroBatches` for each, which is dropped when its optimizer is.
+    """
 
     def __init__(self, name: str, settings: Settings, place: tuple[str, int], order: Iterator[int]) -> None:
         """`order` numbers the windows of all instances."""
@@ -73,8 +76,8 @@ class Registry:
         self.settings = settings
         self._place = place
         self._order = order
-        self.every: list[Windows] = []  # in the order of their first call
-        self._latest: Windows | None = None
+        self.every: list[MicroBatches] = []  # in the order of their first call
+        self._latest: MicroBatches | None = None
         self._last = Progress()  # of windows whose optimizer is gone
         self._cut_off: list[Who] = []  # whose windows were open when their optimizer died
         self._loaded: list[dict[str, Any]] = []  # loaded states whose window has had no call yet
@@ -84,30 +87,30 @@ class Registry:
         self, function: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """One micro-batch."""
-        finder, windows = self.settings.finder, self._latest
+        finder, micro_batches = self.settings.finder, self._latest
         found = finder.find(instance, args, kwargs)
-        if windows is None or not windows.has(found):
-            windows = self._find(instance, found, [*args, *kwargs.values()])
-        if windows.run.window is None:
+        if micro_batches is None or not micro_batches.has(found):
+            micro_batches = self._find(instance, found, [*args, *kwargs.values()])
+        if micro_batches.run.window is None:
             finder.refuse_hidden(found, args, kwargs, self.name)
-        return windows.micro_batch((function, args, kwargs), self._loop_of(windows) if self.loops else None)
+        return micro_batches.micro_batch((function, args, kwargs), self._loop_of(micro_batches) if self.loops else None)
 
     # -- loops ------------------------------------------------------------------------------------------------------
 
-    def of_this_thread(self) -> list[Windows]:
+    def of_this_thread(self) -> list[MicroBatches]:
         """Those that no other thread has called last."""
-        return [windows for windows in self.every if windows.thread in {None, get_ident()}]
+        return [micro_batches for micro_batches in self.every if micro_batches.thread in {None, get_ident()}]
 
     def runs(self, instance: object, position: int) -> list[Run]:
         """The runs that a loop in this thread may call, in the order of their first call."""
         self._find_known(instance)
-        return [_numbered(windows, position) for windows in self.of_this_thread()]
+        return [_numbered(micro_batches, position) for micro_batches in self.of_this_thread()]
 
-    def _loop_of(self, windows: Windows) -> Loop | None:
+    def _loop_of(self, micro_batches: MicroBatches) -> Loop | None:
         running = self.loops.of_call()
         if running is None:
             return None
-        _numbered(windows, running.position)
+        _numbered(micro_batches, running.position)
         return running.loop
 
     # -- all windows ------------------------------------------------------------------------------------------------
@@ -118,19 +121,19 @@ class Registry:
         self._find_known(instance)
         if not self.every:
             nothing_here(f"flush of {self.name}")
-        for windows in [*self.every]:
-            windows.flush()
+        for micro_batches in [*self.every]:
+            micro_batches.flush()
 
     def settle(self) -> None:
         """Wait for what travels in this thread's windows, and make the updates."""
-        for windows in self.of_this_thread():
-            windows.updater.settle()
+        for micro_batches in self.of_this_thread():
+            micro_batches.updater.settle()
 
     def reset(self) -> None:
         """Discard all open windows."""
         self._end_what_was_left("reset()")
-        for windows in [*self.every]:
-            windows.discard()
+        for micro_batches in [*self.every]:
+            micro_batches.discard()
 
     @property
     def progress(self) -> Progress:
@@ -142,8 +145,8 @@ class Registry:
     def state_dict(self) -> dict[str, Any]:
         """The states of all windows, in the order of their first call, and the number of the last called."""
         every = [*self.every]
-        for windows in every:
-            windows.updater.settle()
+        for micro_batches in every:
+            micro_batches.updater.settle()
         latest = next((place for place, one in enumerate(every) if one is self._latest), None)
         return {
             "version": VERSION,
@@ -158,18 +161,18 @@ class Registry:
         """
         self._insist_on_rest("load_state_dict()")
         states, every = windows_in(state), [*self.every]
-        for windows in every:
-            windows.updater.settle()
+        for micro_batches in every:
+            micro_batches.updater.settle()
         known = [*zip(every, states, strict=False)]
         for one in states:
             check_steps_of(one, self.name, self.settings.steps)
-        for windows, one in known:
-            check(windows, one)
+        for micro_batches, one in known:
+            check(micro_batches, one)
         self._cut_off.clear()
-        for windows in every:
-            windows.begin_anew(Progress())
-        for windows, one in known:
-            load(windows, one)
+        for micro_batches in every:
+            micro_batches.begin_anew(Progress())
+        for micro_batches, one in known:
+            load(micro_batches, one)
         latest = state["latest"]
         if latest is not None and latest < len(every):
             self._latest = every[latest]
@@ -177,30 +180,30 @@ class Registry:
 
     def warn_if_open(self) -> None:
         """Called at the end of the instance, the function or the program."""
-        for windows in self.every:
-            self._warn_if_open(windows)
+        for micro_batches in self.every:
+            self._warn_if_open(micro_batches)
 
     def _drop(self, end: weakref.ref[Any]) -> None:
         """An optimizer is gone: drop its windows."""
-        gone = [windows for windows in self.every if end in windows.ends]
-        self.every = [windows for windows in self.every if end not in windows.ends]
-        for windows in gone:
-            if windows.run.index:
-                self._cut_off.append(windows.run.who)
-            if windows is self._latest:
-                self._latest, self._last = None, windows.record.progress
-        for windows in gone:
-            self._warn_if_open(windows)  # which may raise, where warnings are errors
+        gone = [micro_batches for micro_batches in self.every if end in micro_batches.ends]
+        self.every = [micro_batches for micro_batches in self.every if end not in micro_batches.ends]
+        for micro_batches in gone:
+            if micro_batches.run.index:
+                self._cut_off.append(micro_batches.run.who)
+            if micro_batches is self._latest:
+                self._latest, self._last = None, micro_batches.record.progress
+        for micro_batches in gone:
+            self._warn_if_open(micro_batches)  # which may raise, where warnings are errors
 
-    def _warn_if_open(self, windows: Windows) -> None:
-        run = windows.run
-        if windows.updater.abandon():
+    def _warn_if_open(self, micro_batches: MicroBatches) -> None:
+        run = micro_batches.run
+        if micro_batches.updater.abandon():
             self._warn(LEFT.format(what=self.name))
-        index, size, told = run.index, windows.record.progress.size, run.told is run.window
+        index, size, is_warned = run.index, micro_batches.record.progress.size, run.warned_of is run.window
         if not index:
             return
         run.abandon()
-        if not told:
+        if not is_warned:
             self._warn(
                 f"{self.name} ended with a window open: {index} of {size} "
                 f"micro-batches were accumulated and never used. Iterate with {self.name}.over(...), or call "
@@ -211,20 +214,20 @@ class Registry:
         if getattr(sys, "last_value", None) is None:  # no warning after an error that ended the program
             warnings.warn_explicit(text, RuntimeWarning, *self._place)
 
-    def _find(self, instance: object, found: Sequence[object], came: Sequence[object] = ()) -> Windows:
+    def _find(self, instance: object, found: Sequence[object], came: Sequence[object] = ()) -> MicroBatches:
         participants = participants_of(found)
         check_complete(participants, self.name, came, is_method=instance is not None)
-        windows = next((one for one in self.every if one.is_for(participants.optimizers)), None)
-        if windows is None:
+        micro_batches = next((one for one in self.every if one.is_for(participants.optimizers)), None)
+        if micro_batches is None:
             drop_cut_off(self.name, participants.models, self._cut_off, [one.run for one in self.every])
-            windows = Windows(self.name, next(self._order), self.settings, instance)
-            windows.ends = [weakref.ref(optimizer, _weakly(self._drop)) for optimizer in participants.optimizers]
-        windows.bind(participants, found)
-        if windows not in self.every:
-            self.every.append(windows)
-        self._load_waiting(windows)
-        self._latest = windows  # only now: as long as the state does not fit, each call says so
-        return windows
+            micro_batches = MicroBatches(self.name, next(self._order), self.settings, instance)
+            micro_batches.ends = [weakref.ref(optimizer, _weakly(self._drop)) for optimizer in participants.optimizers]
+        micro_batches.bind(participants, found)
+        if micro_batches not in self.every:
+            self.every.append(micro_batches)
+        self._load_waiting(micro_batches)
+        self._latest = micro_batches  # only now: as long as the state does not fit, each call says so
+        return micro_batches
 
     def _find_known(self, instance: object) -> None:
         """If there are no windows, and the keywords name the participants, make the windows of those."""
@@ -232,20 +235,20 @@ class Registry:
         if not self.every and finder.known():
             self._find(instance, finder.find(None, (), {}))
 
-    def _load_waiting(self, windows: Windows) -> None:
+    def _load_waiting(self, micro_batches: MicroBatches) -> None:
         """At the first call of a window: load the state that waits for it."""
-        if not self._loaded or windows.record.num_steps:
+        if not self._loaded or micro_batches.record.num_steps:
             return
         state, *others = self._loaded
-        with _keeping_buffers(windows.run.who.models if state["index"] else ()):
-            windows.run.fitting_team()
-        check(windows, state)
-        load(windows, state)
+        with _keeping_buffers(micro_batches.run.who.models if state["index"] else ()):
+            micro_batches.run.fitting_team()
+        check(micro_batches, state)
+        load(micro_batches, state)
         self._loaded, self._loaded_latest = others, None
 
     def _insist_on_rest(self, what: str) -> None:
         """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
-        if any(windows.is_running for windows in self.of_this_thread()):
+        if any(micro_batches.is_running for micro_batches in self.of_this_thread()):
             raise GradSyncError(
                 f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that overlap "
                 "calls while the next window is open, at another place on ranks that have run out. Call it between two "
@@ -259,10 +262,10 @@ class Registry:
         self._cut_off.clear()
 
 
-def _numbered(windows: Windows, position: int) -> Run:
+def _numbered(micro_batches: MicroBatches, position: int) -> Run:
     """Their run, with the number that the ranks of a loop call it by."""
-    windows.run.key = windows.order * _MOST_NESTED + position
-    return windows.run
+    micro_batches.run.key = micro_batches.order * _MOST_NESTED + position
+    return micro_batches.run
 
 
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
