@@ -39,9 +39,10 @@ def is_running(driver: tuple[int, CodeType] | None) -> bool:
 def is_left_on_purpose(frame: FrameType | None, loop: Collection[CodeType], *more: str) -> bool:
     """Whether a loop was left by break or return, and not by an exception, where `frame` closes its generator.
 
-    `loop` is what `drawn_by` gave; a frame that is not in it goes on after the loop's function has returned. An
-    exception that propagates shows only in the frame's current instruction: those listed here, and those that begin
-    with one of `more`, do not raise. A generator around the loop's is at its `yield`, and is closed by its own loop.
+    `loop` is what `drawn_by` gave; a frame that is not in it goes on after the loop's function has returned. Only a
+    frame's current instruction tells whether an exception is passing: the instructions listed here, and those that
+    begin with one of `more`, cannot raise. A generator around the loop's is at its `yield`, and is closed by its own
+    loop.
     """
     while frame is not None and frame.f_code in loop:
         instruction = opname[frame.f_code.co_code[frame.f_lasti]] if frame.f_lasti >= 0 else "RETURN"

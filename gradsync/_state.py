@@ -38,7 +38,7 @@ LOOPS: weakref.WeakSet[Any] = weakref.WeakSet()
 FUNCTIONS: weakref.WeakSet[Any] = weakref.WeakSet()
 """The windows of each decorated function: as the program ends, those still open are warned about."""
 
-STEPPING: set[int] = set()
+STEPPING: list[int] = []
 """The threads in which a step of gradsync's own runs: of another function, perhaps, whose gradients land."""
 
 SWITCHING = Lock()

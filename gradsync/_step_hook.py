@@ -28,24 +28,16 @@ def watch_steps(watcher: StepWatcher) -> None:
     STEP_WATCHERS[id(watcher)] = watcher
 
 
-def unwatch_steps(watcher: StepWatcher) -> None:
-    """Call it no longer."""
-    STEP_WATCHERS.pop(id(watcher), None)
-
-
 class stepping:  # noqa: N801 - a function to its callers
     """Context manager: steps inside are gradsync's own, of which nobody is told."""
 
-    __slots__ = ("_is_outermost", "_thread")
+    __slots__ = ()
 
     def __enter__(self) -> None:
-        self._thread = get_ident()
-        self._is_outermost = self._thread not in STEPPING
-        STEPPING.add(self._thread)
+        STEPPING.append(get_ident())
 
     def __exit__(self, *_: object) -> None:
-        if self._is_outermost:
-            STEPPING.discard(self._thread)
+        STEPPING.remove(get_ident())
 
 
 def _ask(optimizer: Any, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""`accumulating`: the typed shell, who takes part, a function's windows, a call, its checkpoint."""
+"""`accumulating`, the decorator. README.md says what is in which file."""
 
 from gradsync.decorator.accumulated import Accumulated
 from gradsync.decorator.accumulating import accumulating

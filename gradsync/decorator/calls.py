@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gradsync.decorator.settings import Settings
     from gradsync.functional import Loop, Run, Who
 
-_MOST_NESTED = 64  # functions of nested `.over`s, in the numbers that the ranks of a loop call their runs by
+_MOST_NESTED = 64  # functions in nested `.over`s; a run's key is the number of its windows times this, plus its place
 
 
 class CallsByInstance:
@@ -43,7 +43,7 @@ class CallsByInstance:
         self._of: dict[int, Calls] = {}  # by the instance's id
 
     def of(self, instance: object) -> Calls:
-        """The windows of one instance. They end with it; with __slots__ nobody is told, and its optimizers end them."""
+        """The calls of one instance. They end with it; with __slots__ nobody is told, and its optimizers end them."""
         calls = self._of.get(id(instance))
         if calls is None:
             made = self._make()
@@ -250,9 +250,9 @@ class Calls:
         """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
         if any(micro_batches.is_running for micro_batches in self.of_this_thread()):
             raise GradSyncError(
-                f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that overlap "
-                "calls while the next window is open, at another place on ranks that have run out. Call it between two "
-                "calls, or after the loop."
+                f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that runs while "
+                "the next window is open (overlap), to which ranks that have run out come at another time. Call it "
+                "between two calls, or after the loop."
             )
 
     def _end_what_was_left(self, what: str) -> None:
@@ -282,7 +282,7 @@ def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @contextmanager
 def _keeping_buffers(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Keep the buffers: to make an engine copies those of rank 0, but mid-window each rank has its own."""
+    """Put the buffers back: to make an engine copies those of rank 0, but mid-window each rank has its own."""
     buffers = [buffer for model in models for buffer in model.buffers()]
     kept = [buffer.clone() for buffer in buffers]
     yield

@@ -136,7 +136,7 @@ def names_of(micro_batches: MicroBatches) -> dict[str, nn.Parameter]:
     """The parameters by their names: the same however the model is wrapped."""
     models, team = micro_batches.run.who.models, micro_batches.run.fitting_team()
     mine = {id(parameter): parameter for parameter in team.parameters}
-    # Do not call `rest` here: a rank that saves alone would wait alone in the gather of its next forward.
+    # Do not call `ungather` here: a rank that saves alone would wait alone in the gather of its next forward.
     for engine in team.engines:
         mine.update((id(stand_in), parameter) for stand_in, parameter in engine.gathered.items())
     several = len(models) > 1

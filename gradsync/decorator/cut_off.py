@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def drop_cut_off(name: str, models: Sequence[nn.Module], cut_off: list[Who], runs: Iterable[Run]) -> None:
-    """Raise if `models` are called with other optimizers in the middle of a window of theirs; it is dropped.
+    """Drop open windows of `models` whose optimizer was replaced, and raise if there are any.
 
     `cut_off` has the participants of windows that were open when their optimizer died. Those of `models`, and of models
-    that are gone, are taken out. `runs` are the runs of optimizers that are alive. Such a run may be in the middle of a
-    window (a GAN), but then its models still have all the parameters with which the window was opened.
+    that are gone, are taken out. `runs` are the runs of optimizers that are alive. Such a run may have a window of the
+    same models open (a GAN). It is an error only if the models have lost parameters since.
     """
     mine = set(map(id, models))
     edited = [run for run in runs if any(id(model) in mine for model in run.who.models) and _is_edited(run)]

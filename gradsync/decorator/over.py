@@ -92,8 +92,8 @@ def _insist_on_latest(loop: Loop) -> None:
     if loop.is_superseded:
         raise GradSyncError(
             f"One loop of {loop.name} runs at a time, but another one began before this one had ended, and the calls "
-            f"were taken for its. Put several iterables into one: {loop.name}(zip(a, b)), and end a loop before the "
-            "next."
+            f"were counted for the newer one. Put several iterables into one: {loop.name}(zip(a, b)), and end a loop "
+            "before the next."
         )
 
 

@@ -95,8 +95,7 @@ class Overlapped(Updater, Transport):
             Compressed().check(team)
         for engine in team.engines:
             check_ddp(engine if engine.carrier is None else engine.carrier.ddp)
-        covered = {id(parameter) for engine in team.engines for parameter in engine.parameters}
-        left = [one for one in team.parameters if one.requires_grad and id(one) not in covered]
+        left = [one for one in team.bare if one.requires_grad]
         if left:
             raise GradSyncError(
                 f"overlap needs the gradients of all parameters of {self.run.name} to travel, but {len(left)} of them, "
@@ -129,10 +128,10 @@ class Overlapped(Updater, Transport):
             self.settle()
 
     def lands_before(self, place: Place) -> bool:
-        """Whether what travels lands after the micro-batch of this place and before the boundary that follows.
+        """Whether the window before must land between the micro-batch of this place and its boundary.
 
-        So it is in the last place of a short window, if full windows land before their boundary: an `on_update` with
-        collectives, or with an exception, then comes on all ranks before those of the boundary.
+        That is so in the last place of a window so short that it ends before the others land. All ranks then run
+        `on_update`, which may have collectives or raise, before the collectives of the boundary.
         """
         return place.last and bool(self._legs) and place.index < self._num_beside < place.size
 

@@ -115,7 +115,7 @@ class Updater:
         """Called when a call begins."""
 
     def lands_before(self, place: Place) -> bool:  # noqa: ARG002 - for `Overlapped`
-        """Whether what travels lands after the micro-batch of this place and before the boundary that follows."""
+        """Whether the window before must land between the micro-batch of this place and its boundary."""
         return False
 
     def land_before_boundary(self) -> None:

@@ -7,6 +7,7 @@ of its own: to wait for it is never to wait for a backward that was launched aft
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +52,7 @@ class Line:
             host.copy_(table, non_blocking=True)
             table.record_stream(self._stream)
         limit = _BEFORE_THE_WATCHDOG * timeout_of(self._group)
-        return Sent(host, Arrival(self._stream.record_event(), limit).wait)
+        return Sent(host, partial(_wait_for, self._stream.record_event(), time.monotonic(), limit))
 
     def _table(self, row: Row) -> torch.Tensor:
         """A table of zeros with this rank's row."""
@@ -85,28 +86,18 @@ class Sent:
         return self._rows
 
 
-class Arrival:
-    """What a device has still to bring, and how long the host waits for it."""
+def _wait_for(event: Any, start: float, limit: float) -> None:
+    """Wait for what a device still has to bring; raise, as for a lost rank, `limit` seconds after `start`.
 
-    __slots__ = ("_event", "_limit", "_start")
-
-    def __init__(self, event: Any, limit: float) -> None:
-        """At most `limit` seconds from now on."""
-        self._event = event
-        self._limit = limit
-        self._start = time.monotonic()
-
-    def wait(self) -> None:
-        """Raise, as for a lost rank, if it does not come in time: waiting for an event itself has no time-out."""
-        start = time.monotonic()
-        while not self._event.query():
-            now = time.monotonic()
-            if now - self._start > self._limit:
-                raise dist.DistError(
-                    f"after {now - self._start:.0f} s the device had not brought the other ranks' table"
-                )
-            time.sleep(min(max((now - start) / 16, 2e-5), 0.01))
-        self._event.synchronize()
+    To wait for an event itself has no time-out.
+    """
+    began = time.monotonic()
+    while not event.query():
+        now = time.monotonic()
+        if now - start > limit:
+            raise dist.DistError(f"after {now - start:.0f} s the device had not brought the other ranks' table")
+        time.sleep(min(max((now - began) / 16, 2e-5), 0.01))
+    event.synchronize()
 
 
 def device_of(group: dist.ProcessGroup, parameters: Sequence[torch.Tensor]) -> torch.device:

@@ -90,9 +90,8 @@ def ranks_where(flags: Iterable[bool]) -> str:
 def nothing_here(topic: str) -> None:
     """This rank has made no call and knows no models. Fine if that is so on every rank; else an error on all ranks.
 
-    It meets the others in the default group; ranks that wait in another group for this one look there. If there are
-    groups of some of the ranks, the model may be on any of them, and this rank cannot know whom to wait for: then it
-    raises at once.
+    This rank does not know its model's group, so it meets the others in the default group; ranks that wait in another
+    group for this one look there. If smaller groups exist, it cannot know whom to wait for, and raises at once.
     """
     if not several_ranks():
         return

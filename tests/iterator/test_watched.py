@@ -115,7 +115,7 @@ def habit(engine: str, how: dict):
     return verdict(run)
 
 
-BESIDE = "a plain backward of the same model came beside it|must be left alone until then, but before that of"
+BESIDE = "a plain backward of the same model came beside it|must be left alone until step.backward, but before that of"
 PLACES = [At(0, 1), At(0, 2), At(3, 0), At(3, 1), At(3, 2)]
 
 
@@ -160,7 +160,7 @@ def test_no_hooks_are_left_at_the_parameters(ranks, engine, size):
 @pytest.mark.parametrize("at", [At(0, 1), At(3, 1)], ids=repr)
 @pytest.mark.parametrize(("engine", "size"), [one for one in HOMES if one[0] != "fsdp2"])
 def test_held_gradients_that_the_body_changes(ranks, engine, size, what, word, at):
-    refused(verdicts(ranks(size), habit, engine, {"after": what, "at": at}), "must be left alone until then", word)
+    refused(verdicts(ranks(size), habit, engine, {"after": what, "at": at}), "must be left alone until step.backward", word)
 
 
 @pytest.mark.parametrize(("engine", "size"), HOMES)

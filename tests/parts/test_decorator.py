@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradsync
 from gradsync import GradSyncError
-from gradsync.functional import Window
+from gradsync.functional._parts import in_parts
 from gradsync.parts import Sizes
 from tests.parts.cases_decorator import LR, WINDOW, Fails, compare, train, truth
 from tests.parts.limited import Net, assert_same, batch, gradients, mean_loss, sum_loss
@@ -152,7 +152,7 @@ def test_below_one_row():
 @pytest.mark.parametrize("function", [mean_loss, sum_loss])
 def test_no_memory_for_the_scalar_that_backward_begins_with(function, monkeypatch):
     """That is before the one backward of a call is spent: what fits runs in parts, and all parts count."""
-    plain = Window.weigh
+    plain = in_parts.weigh
 
     def weigh(window, loss, scaler=None):
         if sizes[-1] > 2:
@@ -164,7 +164,7 @@ def test_no_memory_for_the_scalar_that_backward_begins_with(function, monkeypatc
         return function(model, x, y)
 
     sizes = []
-    monkeypatch.setattr(Window, "weigh", weigh)
+    monkeypatch.setattr(in_parts, "weigh", weigh)
     states, progress = train("bare", "forward", [6], 2, noted)
     compare(states, truth(WINDOWS, function))
     assert progress.rows <= 2

@@ -74,7 +74,7 @@ def disagreement(what: str, iterator: bool = False, engine: str = "bare") -> str
         ("steps later", ["same number of steps in a window", "rank 0 has 2", "rank 1 has 3"]),
         ("tail", ["same tail", "rank 0 has step", "rank 1 has drop"]),
         ("loss", ["same kind of loss", "rank 0 has a mean", "rank 1 has a LossSum"]),
-        ("loss later", ["same kind of loss", "rank 0 returned a mean", "rank 1 returned a LossSum"]),
+        ("loss later", ["same kind of loss", "rank 0 has a mean", "rank 1 has a LossSum"]),
         ("parameters", ["same trainable parameters", "rank 0 has 2 of 8", "rank 1 has 2 of 12"]),
         ("a function", ["same kind of steps", "rank 0 has a number", "rank 1 has a function"]),
         ("sync", ["same sync", "rank 0 has window", "rank 1 has each"]),

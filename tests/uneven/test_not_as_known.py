@@ -208,7 +208,7 @@ def kinds_that_change(wrap: str) -> str:
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_a_kind_of_loss_that_changes_on_one_rank(ranks, wrap):
     for text in ranks(2).run(kinds_that_change, wrap):
-        assert text.startswith("after 1 updates") and "rank 0 returned a mean, rank 1 returned a LossSum" in text
+        assert text.startswith("after 1 updates") and "rank 0 has a mean, rank 1 has a LossSum" in text
 
 
 def many_loops(wrap: str) -> None:

@@ -90,18 +90,22 @@ class MicroStep:
         return self._is_empty
 
 
+# How far a turn is. Plain strings, because each micro-step looks at them.
+_FRESH = "no step.backward so far"
+_BEGUN = "step.backward has begun; it failed, if the turn ends like this"
+_DONE = "step.backward has ended well"
+_MIXED = "a plain backward has come beside step.backward"
+
+
 class Turn:
-    """What the current micro-step has done so far."""
+    """The turn of the current micro-step: holds, hooks, and how far it is."""
 
     def __init__(self, run: Run) -> None:
         self.loop: Sequence[CodeType] = ()  # what draws the micro-steps
         self._run = run
-        self._broken = False  # whether a backward has begun in this turn, and not ended well
-        self._is_mixed = False  # whether a plain backward has come beside `step.backward`
-        self._place: Place | None = None
-        self._current: MicroStep | None = None
-        self._done: MicroStep | None = None
-        self._over: Callable[[], bool] | None = None  # call it after the user's own backward
+        self._place: Place | None = None  # of the current turn
+        self._state = _FRESH
+        self._over: Callable[[], bool] | None = None  # call it after a backward of the user's own that synchronises
         self._hold: AbstractContextManager[Any] = NO_RANGE
         self._watch = TurnWatch(run, self._join)
 
@@ -111,20 +115,18 @@ class Turn:
 
     def at(self, place: Place) -> Turn:
         """Context manager: inside, holds and hooks are in place for the `MicroStep` of a place."""
-        self._place, self._done, self._over = place, None, None
-        self._broken = self._is_mixed = False
+        self._place, self._state, self._over = place, _FRESH, None
         return self
 
     def __enter__(self) -> MicroStep:
         place = self._place
         assert place is not None, "`at` comes first"
-        self._current = step = MicroStep(place, self)
         if not place.index:
             self.loop = drawn_by(sys._getframe(2))  # frame 2 is that of whoever draws from the generator
         self._watch.begin(place)
         self._hold = self._run.holding(place)
         self._hold.__enter__()
-        return step
+        return MicroStep(place, self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -136,22 +138,21 @@ class Turn:
                 warnings.warn(waited(self._run.what()), RuntimeWarning, stacklevel=3)
         finally:
             self._hold.__exit__(kind, error, where)
-        if self._broken:  # also where the body caught the error: what had arrived must not count in a mean
-            self._run.discard()
-        place = self._place
+        place, self._place = self._place, None
+        if self._state is _BEGUN or self._state is _MIXED:  # also where the body has caught the error:
+            self._run.discard()  # what had arrived must not count in a mean
         if kind is not None or place is None:
             return
-        if self._is_mixed:  # the body has caught the error
-            self._run.discard()
+        if self._state is _MIXED:
             raise mixed(place)
         if place.last:
             self._end_window(place)
-        elif self._done is None and self._over is None:
+        elif self._state is _FRESH and self._over is None:
             self._run.pass_by()
 
     def _end_window(self, place: Place) -> None:
         """Called after the last turn of a window, if that ended without an exception."""
-        if self._broken:
+        if self._state is _BEGUN:
             raise GradSyncError(
                 f"The last micro-step of a window synchronises it, but the backward of that of window {place.window} "
                 "failed, and the loop's body caught the exception. This rank has discarded the window, and the others "
@@ -179,23 +180,22 @@ class Turn:
 
     def _begin(self, step: MicroStep) -> Place:
         """Check that this is the first backward of the current step; returns its place."""
-        if step is not self._current or self._over is not None:
-            again = self._done is step or self._over is not None
+        place = self._place
+        if step._place is not place or place is None or self._state is not _FRESH or self._over is not None:
+            again = step._place is place
             raise GradSyncError(
                 f"Each micro-step runs one backward, in its own turn of the loop, but micro-step {step.index} of "
                 f"window {step.window} ran "
                 + ("a second one. Add the losses up and call step.backward once." if again else
                    "one out of turn. Call its backward before the loop draws the next item.")
             )  # fmt: skip
-        place = self._place
-        assert place is not None, "a step has one"
         self._watch.before_backward(place)
-        self._current, self._done, self._broken = None, step, True
+        self._state = _BEGUN
         return place
 
     def _close(self, step: MicroStep, closing: Closing | None) -> None:
         """After the backward; `closing` is None in a held place."""
-        self._broken = False
+        self._state = _DONE
         self._watch.after_backward(step._place, closing)
         if closing is None:
             return
@@ -211,7 +211,7 @@ class Turn:
         place = self._place
         assert place is not None, "the hooks that call this live as long as a step's turn"
         if self._watch.is_explicit:
-            self._is_mixed = True
+            self._state = _MIXED
             raise mixed(place)
         self._run.note_plain(place)
         if not self._run.synchronises(place):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync._errors import GradSyncError
 from gradsync._state import OPEN
-from gradsync._step_hook import unwatch_steps, watch_steps
+from gradsync._step_hook import watch_steps
 from gradsync.functional._iterator.left_gradients import insist_on_none_inside, insist_on_none_left, mark
 from gradsync.functional._team.leaf_hooks import Arrivals, PlainBackward
 from gradsync.functional._update.optimizers import owned
@@ -58,7 +58,6 @@ class TurnWatch:
 
     def end_loop(self) -> None:
         """Called after the last turn. What refers to the models goes now, and waits for no garbage collection."""
-        unwatch_steps(self)
         if self._arrivals is not None:
             self._arrivals.stop()
         self._came, self._arrivals, self._gradients = bool, None, GradientWatch()
@@ -98,10 +97,9 @@ class TurnWatch:
         change = self._gradients.change()
         if change is not None:
             raise GradSyncError(
-                "The gradients of a window are complete after step.backward on its last micro-step, and must be left "
-                f"alone until then, but before that of micro-step {place.index} of window {place.window} they "
-                f"{change}. Run one backward in each micro-step, through step.backward; clip, unscale and clear "
-                "gradients where step.last is true."
+                "Gradients must be left alone until step.backward on the last micro-step of a window has run, but "
+                f"before that of micro-step {place.index} of window {place.window} they {change}. Run one backward in "
+                "each micro-step, through step.backward; clip, unscale and clear gradients where step.last is true."
             )
 
     def note(self, closing: Closing | None) -> None:
@@ -115,10 +113,10 @@ class TurnWatch:
             self._gradients.remember()
         elif closing.factor != 1.0 and any(self._older):
             raise GradSyncError(
-                "A window that is no full one, or that has counts, must begin without gradients, because all of them "
-                f"are multiplied in the end, but window {place.window} began with {len(self._older)} of an earlier "
-                "window, or of backwards of your own. Clear them before. Models that are not stepped after each window "
-                "need a sync_every of their own."
+                "A short window, or one with counts, multiplies all gradients at its end, so that it must begin "
+                f"without gradients, but window {place.window} began with those of {sum(map(bool, self._older))} "
+                "parameters, of an earlier window or of backwards of your own. Clear them before. Models that are not "
+                "stepped after each window need a sync_every of their own."
             )
         self.closing = closing
 
@@ -162,11 +160,10 @@ def _hooked(team: Team) -> Iterable[torch.Tensor]:
 def mixed(place: Place) -> GradSyncError:
     """The error where `step.backward` and other backwards came in the same window."""
     return GradSyncError(
-        f"Every backward of a window runs through step.backward, once in each micro-step, or none does, but in "
-        f"micro-step {place.index} of window {place.window} a plain backward of the same model came beside it, "
-        "or that of another loop. It is neither scaled nor, on the last micro-step, synchronised. Add the losses up, "
-        "and call step.backward once; freeze a model through which another one's loss runs. torch.autograd.grad is no "
-        "backward."
+        f"Use step.backward once in each micro-step, or a plain backward everywhere, but in micro-step {place.index} "
+        f"of window {place.window} a plain backward of the same model came beside it, or that of another loop. It is "
+        "not scaled and, on the last micro-step, not synchronised. Add the losses up, and call step.backward once; "
+        "freeze a model that another one's loss only passes through. torch.autograd.grad is allowed."
     )
 
 

@@ -35,9 +35,9 @@ def check_repeats(can_repeat: Sequence[bool], name: str) -> None:
     cannot = ranks_where(not can for can in can_repeat)
     if cannot:
         raise GradSyncError(
-            f"Every rank needs at least one item in {name} where the engine's forward communicates, or the loop's body "
-            f"goes on, to repeat its call with when it has run out, but rank {cannot} has none. Give each rank an "
-            "item, or use accumulating, whose .over needs none on DDP."
+            f"Every rank needs at least one item in {name} where a rank that has run out repeats its last one "
+            f"(the engine's forward communicates, or this is sync_every), but rank {cannot} has none. Give each rank "
+            "an item, or use accumulating, whose .over needs none on DDP."
         )
 
 
@@ -57,8 +57,8 @@ def insist_on_even_around(name: str, around: Sequence[str | None]) -> None:
     if uneven is not None:
         raise GradSyncError(
             f"Ranks may have different numbers of items in one loop at a time, but {name} began in the middle of "
-            f"{uneven}, in which they have: a rank that has run out there takes part in the others' windows, and comes "
-            f"to this loop at another time than they. {_ONE_LOOP}"
+            f"{uneven}, in which they do: a rank that has run out of {uneven} would come to {name} at another time "
+            f"than the others. {_ONE_LOOP}"
         )
 
 

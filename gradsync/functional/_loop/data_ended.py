@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradsync.functional._loop.lockstep import StandIn
-from gradsync.functional._loop.loop_exchange import ASKS
 from gradsync.functional._window.place import Role
-from gradsync.functional._window.table import NOBODY, Share
+from gradsync.functional._window.table import ASKS, NOBODY, Share
 from gradsync.functional._window.tail import ends_with_data
 from gradsync.ranks.lost import WaitingFor
 
@@ -54,14 +53,13 @@ def _next(talk: Talk, exchange: Exchanges) -> StandIn | None:
     """The next window that any rank closes, where no forward communicates."""
     runs = talk.known
     alone = runs[0] if len(runs) == 1 else None
-    mine = Share(open=talk.first_open, left=0.0 if alone else ASKS)
+    mine = Share(left=0.0 if alone else ASKS)
     if alone is not None:
         # To make a team is collective. After a change of models, the other ranks make it as they open their window.
         alone.fitting_team()
-        mine = mine._replace(changes=exchange(alone).changes, number=float(alone.number))
-        if alone.window is not None:
-            mine = alone.window.share(opened=talk.first_open, changes=mine.changes)
-    sent = talk.send(mine)
+        mine = Share(number=float(alone.number)) if alone.window is None else alone.window.share()
+        mine = mine._replace(changes=exchange(alone).changes)
+    sent = talk.send(mine._replace(open=talk.first_open))
     closing = talk.closing([Share.of(row) for row in sent.rows()])
     if closing is None:
         return None

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
 from gradsync._errors import GradSyncError
+from gradsync.functional._window.table import PERHAPS, UNKNOWN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator
 
 T = TypeVar("T")
-
-_PERHAPS = 0.5  # in place of items left: there may be another call
 
 
 def with_last(iterable: Iterable[T], name: str = "a loop") -> Iterator[tuple[T, bool]]:
@@ -101,19 +99,11 @@ class Data:
         """Whether, so far, the run was called once for an item, and never more often."""
         return self._most.get(run) == 1 and self._calls.get(run, 0) <= 1
 
-    def is_in_last_call(self, run: Hashable) -> bool:
-        """Whether the call that has begun is the last one on this rank."""
-        return self.is_last and self.calls_once(run)
-
     def left(self, run: Hashable) -> float:
-        """How many items are still to come: inf if unknown, 0.5 if only the last item may have another call."""
+        """How many items are still to come, for the table."""
         if self.is_last:
-            return 0.0 if self.has_ended or self.calls_once(run) else _PERHAPS
-        return math.inf if self.length is None else float(self.length - self.num_items)
-
-    def foresees(self, run: Hashable) -> bool:
-        """Whether each item has had one call, of `run`: then the calls to come are known as far as the items are."""
-        return self.calls_once(run) and not self.num_idle
+            return 0.0 if self.has_ended or self.calls_once(run) else PERHAPS
+        return UNKNOWN if self.length is None else float(self.length - self.num_items)
 
     def _begin_item(self, num_known: int) -> None:
         self._finish_item()

@@ -1,14 +1,14 @@
 """For engines whose forward communicates: which ranks run each micro-batch of a loop, and which is a window's last.
 
 Where lengths are known, that is planned when a window opens. Where not, the ranks ask each other (a table), one
-micro-batch ahead if they can. A question right before its micro-batch would make the host wait for the device: the
-answer comes behind the backward before it. So the question for a micro-batch leaves before the forward of the
-micro-batch before it; when the answer is read, the device still has all of that to do. A rank can answer for its next
-micro-batch if its loop has made one call for each item so far, and if it has drawn two items beyond the current one.
+micro-batch ahead if they can: the answer to a question is queued on the device behind the backward that runs. So the
+question about micro-batch k + 1 is sent before the forward of k. When the host reads the answer, the device still has k
+to do. A rank can answer for its next micro-batch if its loop has made one call for each item so far, and if it has
+drawn two items beyond the current one.
 
-An answer given ahead is a promise, and may be broken: the loop's body may pass over an item, or call twice for it. A
-rank that has promised a micro-batch and has none repeats its last. No rank relies on a promise that the data ends: then
-the ranks ask once more, and wait.
+An answer given ahead is a promise, and may be broken: the loop's body may pass over an item, or call twice for it. If a
+promised micro-batch does not come, that rank repeats its last. "I have no more" is never trusted ahead: the ranks ask
+again, and wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradsync.functional._window.place import Place, Role
-from gradsync.functional._window.table import NOBODY, Share
+from gradsync.functional._window.table import NOBODY, PERHAPS, UNKNOWN, Share
 from gradsync.functional._window.tail import ends_with_data
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Lockstep:
             return
         lefts = [share.left for share in shares]
         is_out_of_date = bool(shares) and shares is self._planned_by  # the window that they were for was discarded
-        if is_out_of_date or any(left % 1 for left in lefts):
+        if is_out_of_date or PERHAPS in lefts or UNKNOWN in lefts:
             return
         if max(lefts) >= window.size:
             self._planned = window.size
@@ -76,7 +76,8 @@ class Lockstep:
             return window.index + 1 >= self._planned
         shares = self._said_ahead(run)
         if not _is_enough(shares, closes=_closes(run, window.size)):
-            left = 0.0 if self._data.is_in_last_call(run) else max(1.0, self._data.left(run))
+            left = self._data.left(run)
+            left = max(1.0, left) if left else 0.0
             once = float(self._foresees(run))
             shares = self._talk.ask(Share(closing=float(run.key), left=left, size=float(window.size), once=once))
         self._ask_ahead(run, shares)
@@ -97,11 +98,9 @@ class Lockstep:
             shares = talk.ask(Share(open=talk.first_open, once=float(alone)))
         called = talk.closing(shares)
         if called is None:
-            for other in talk.known:
-                if other.window is not None and not other.window.index:
-                    other.discard()  # opened for a window that did not come
+            self._discard_empty()
             return None
-        if all(share.closing == NOBODY for share in shares):
+        if all(share.closing == NOBODY for share in shares):  # nobody runs it: a window that was left open closes
             return StandIn(called, stand_in(called, Role.MISSES)._replace(last=True))
         size = _size(called, shares, stand_in)
         self._ask_ahead(called, shares)
@@ -109,8 +108,15 @@ class Lockstep:
         nobody_left = not any(share.left for share in shares) and ends_with_data(called.terms.tail)
         return StandIn(called, place._replace(last=place.index + 1 >= size or nobody_left))
 
+    def _discard_empty(self) -> None:
+        """Discard what was opened for a window that did not come."""
+        for run in self._talk.known:
+            if run.window is not None and not run.window.index:
+                run.discard()
+
     def _foresees(self, run: Run) -> bool:
-        return self._data.foresees(run) and len(self._talk.known) <= 1
+        """Whether each item has had one call, of this run: then calls to come are known as far as the items are."""
+        return self._data.calls_once(run) and not self._data.num_idle and len(self._talk.known) <= 1
 
     def _promise(self, run: Run) -> Share:
         """What this rank can say of its next call before that begins."""
@@ -135,14 +141,14 @@ class Lockstep:
 def _is_enough(shares: Sequence[Share], *, closes: bool | None) -> bool:
     """Whether what was said ahead of a micro-batch is enough to run it.
 
-    `closes` is whether it closes its window, whatever comes after it; None if that depends on whether more comes.
+    `closes` is whether it closes its window; None if it does so only where no rank has more.
     """
     runs = all(share.once for share in shares) and any(share.closing != NOBODY for share in shares)
     return runs and (closes is not None or any(share.left for share in shares))
 
 
 def _closes(run: Run, size: float) -> bool | None:
-    """Whether the call that begins now closes its window; None if that depends on whether more comes."""
+    """Whether the call that begins now closes its window; None if it does so only where no rank has more."""
     if run.index + 1 >= size:
         return True
     return None if ends_with_data(run.terms.tail) else False

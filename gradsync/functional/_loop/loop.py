@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +21,7 @@ from gradsync.functional._loop.items import Data
 from gradsync.functional._loop.lockstep import Lockstep
 from gradsync.functional._loop.loop_exchange import LoopExchange
 from gradsync.functional._loop.talk import Talk
-from gradsync.functional._window.table import NOBODY, Share
+from gradsync.functional._window.table import NOBODY, UNKNOWN, Share
 from gradsync.ranks.meet import meet_with_data, nothing_here
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ class Loop:
             {
                 "windows": {str(one.key): one.in_words() for one in {*talk.known, run}},
                 "items": data.length,
-                "left": None if math.isinf(here) else here,
+                "left": None if here == UNKNOWN else here,
                 "open": run.index,
                 "once": data.calls_once(run),
                 "can repeat": not data.has_ended or run.can_repeat,
@@ -151,7 +150,7 @@ class Loop:
         data.is_as_long = data.length is not None and all(one["items"] == data.length for one in said)
         talk.shares = [
             Share(
-                left=math.inf if one["left"] is None else one["left"],
+                left=UNKNOWN if one["left"] is None else one["left"],
                 once=float(one["once"]),
                 open=one["open"] or NOBODY,
             )

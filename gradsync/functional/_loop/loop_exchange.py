@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gradsync._errors import GradSyncError
 from gradsync.functional._window.exchange import Exchange, alike
-from gradsync.functional._window.table import NOBODY, Share
+from gradsync.functional._window.table import ASKS, NOBODY, Share
 from gradsync.functional._window.tail import ends_with_data
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from gradsync.functional._window.run import Run
     from gradsync.functional._window.window import Window
     from gradsync.ranks.line import Sent
-
-ASKS = -1.0  # in place of `left`: this rank does not know which window closes, and asks
 
 
 class LoopExchange(Exchange):
@@ -61,8 +59,9 @@ class LoopExchange(Exchange):
         if talk.is_in_lockstep:
             ends = self._lockstep.ends(run, window)
         else:
-            # With several runs, another run's window may close first, on a rank with more items. `rest` asks.
-            ends = data.is_in_last_call(run) and (data.is_as_long or len(talk.known) <= 1)
+            # With several runs, this rank cannot know whose window closes next: its last call closes none, and
+            # after its data it asks the others.
+            ends = not data.left(run) and (data.is_as_long or len(talk.known) <= 1)
         return ends and ends_with_data(run.terms.tail)
 
     def plan(self, window: Window) -> None:
@@ -95,4 +94,5 @@ class LoopExchange(Exchange):
         once, left = float(data.calls_once(run)), data.left(run)
         self._has_told_end = left == 0
         opened = self._talk.first_open if data.has_ended else NOBODY
-        return window.share(closing=float(run.key), opened=opened, left=left, once=once, changes=self.changes)
+        mine = window.share()
+        return mine._replace(closing=float(run.key), open=opened, left=left, once=once, changes=self.changes)

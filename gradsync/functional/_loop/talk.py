@@ -129,9 +129,9 @@ class Talk:
     def _nothing_known(self, shares: Sequence[Share]) -> GradSyncError:
         absent = ranks_where(share.closing == NOBODY for share in shares)
         return GradSyncError(
-            f"Every rank needs an item in {self.name} where a window of another function, model or optimizer is opened "
-            f"in the middle of it, but rank {absent} had run out by then. Give each rank an item that calls it, or "
-            "name the models and optimizers."
+            f"Every rank needs an item for each function, model and optimizer that is called in {self.name}, but rank "
+            f"{absent} had run out when the first window of one of them was opened, and does not know it. Give each "
+            "rank an item that calls it, or name the models and optimizers."
         )
 
 

@@ -120,7 +120,7 @@ class _BackwardOfWindow(Backward):
 
     def _begin(self, tensor: torch.Tensor, loss: torch.Tensor | LossSum) -> None:
         self._has_tried = True
-        self._begun = self._run.begin(self._place, loss)
+        self._begun = self._run.begin(self._place, loss).__enter__()
         for engine in self._begun.order.armed:
             engine.arm(tensor)
 

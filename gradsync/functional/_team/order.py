@@ -27,8 +27,8 @@ class Order(NamedTuple):
         """The order at the boundary of a window that is planned for `size` micro-batches.
 
         An engine with a static graph must synchronise in the backward of its very first micro-batch. In a window of
-        more than one micro-batch, it synchronises a second time, at the boundary. It does so even if the first
-        micro-batch here is also the last: on other ranks it may not be the last.
+        more than one micro-batch, it synchronises a second time, at the boundary: also on a rank that has only one
+        micro-batch, because others may have more.
 
         Of several engines, the first synchronises in the backward, and the others after it, one after another. The
         backward reaches engines in an order that other ranks do not know: their micro-batches may use other models, or

@@ -72,7 +72,7 @@ class Team:
             engines = attach(trained, mine, lambda *those: _agree(name, *those))
         held = [p for m in watching for p in m.parameters() if id(p) not in theirs]
         self._set_engines(engines, Bystanders(held, [one for one in find(watching) if one not in engines]), sync)
-        self._snapshot = Snapshot.of(models, optimizers, self.ids, emptied=self._emptied())
+        self._snapshot = Snapshot(models, optimizers, self.ids, emptied=self._emptied())
         self.unowned = [p for p in self.parameters if id(p) not in ids] if optimizers else []
         self._flags = [*map(_FLAG, self.parameters)]
         self.has_sync_batchnorm = any(isinstance(m, nn.SyncBatchNorm) for model in models for m in model.modules())
@@ -144,11 +144,15 @@ class Team:
             raise GradSyncError(_CHANGED.format(name=name, what=f"requires_grad of {changed} parameters is another"))
 
     @property
+    def bare(self) -> list[nn.Parameter]:
+        """The parameters that are in no engine."""
+        covered = {id(p) for engine in self.engines for p in engine.parameters}
+        return [p for p in self.parameters if id(p) not in covered]
+
+    @property
     def leaves(self) -> list[torch.Tensor]:
         """The tensors at which gradients arrive, for hooks: parameters, or what an engine has gathered of them."""
-        covered = {id(p) for engine in self.engines for p in engine.parameters}
-        bare = [p for p in self.parameters if id(p) not in covered]
-        return [*bare, *(leaf for engine in self.engines for leaf in engine.leaves)]
+        return [*self.bare, *(leaf for engine in self.engines for leaf in engine.leaves)]
 
     @property
     def swapped(self) -> set[int]:
@@ -180,10 +184,8 @@ class Team:
         """Put held gradients into a window that has just been opened."""
         for engine in self.engines:
             engine.load_held(gradients)
-        covered = {id(parameter) for engine in self.engines for parameter in engine.parameters}
-        for parameter, gradient in gradients.items():
-            if id(parameter) not in covered:
-                parameter.grad = gradient
+        for parameter in self.bare:
+            parameter.grad = gradients.get(parameter)
 
 
 _FLAG = attrgetter("requires_grad")  # for `map`, which is three times as fast as a comprehension

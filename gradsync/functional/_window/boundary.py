@@ -62,7 +62,7 @@ class Held:
 
     def _drops(self, error: BaseException) -> bool:
         """After a backward that failed: complete what it began. Returns whether the error only drops the window."""
-        if is_lost(error):  # a lost rank completes nothing
+        if is_lost(error):  # a rank is gone: collectives would only hang
             raise lost(error, self._window.what()) from error
         if self.order is not HELD:
             self.order.abort()
@@ -78,7 +78,6 @@ class Boundary:
     """The last place of a window: the table leaves, gradients synchronise, buffers are made equal."""
 
     def __init__(self, window: Window, order: Order, terms: Terms, exchange: Exchange, transport: Transport) -> None:
-        """The table leaves now. If engines synchronise twice (a static graph), it leaves between the two."""
         self._window = window
         self._terms = terms
         self._exchange = exchange
@@ -89,19 +88,20 @@ class Boundary:
         self._due: Sequence[bool] = ()  # which ranks were to have a micro-batch, by rank
         self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
         self._arrivals: Sequence[Callable[[], None]] | None = None  # waits for buffers that have left already
+        # The table leaves before the backward; if engines synchronise twice (a static graph), between the two.
         self.order = order._replace(between=self._send) if order.again else order
-        with WaitingFor(window.what):
-            if not order.again:
-                self._send()
-            transport.carry(window)
 
     def __enter__(self) -> Self:
+        with WaitingFor(self._window.what):
+            if not self.order.again:
+                self._send()
+            self._transport.carry(self._window)
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
         with WaitingFor(self._window.what):
             if error is not None:
-                if not is_lost(error):  # a lost rank completes nothing
+                if not is_lost(error):  # else a rank is gone: collectives would only hang
                     self.order.abort()
                 return self._drops(error)
             try:
@@ -144,6 +144,7 @@ class Boundary:
         """After the gradients are synchronised: read the table, make the buffers equal, hear of failures."""
         window, team = self._window, self._window.team
         shares = self._hear()
+        # On one rank, its own share is all that the table of a loop, or of counts, would have.
         alone = team.num_ranks == 1 and (self._exchange.has_an_end or window.kind == SUMS)
         told = self._sent is not None or alone
         closing = Closing(tuple(shares), team.rank, factor_of(shares), told, window.losses, window.count)
@@ -204,7 +205,7 @@ class Joined:
 
     def __init__(self, passage: Passage, reached: set[int], done: Callable[[Closing | None], None]) -> None:
         """`reached` has the ids of the leaves that the backward has come to."""
-        self._passage = passage
+        self._passage = passage.__enter__()
         self._reached = reached
         self._done = done
         self._waits = False  # whether all gradients are there, so that it can only wait for other ranks

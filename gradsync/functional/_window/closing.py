@@ -70,7 +70,7 @@ class Closing(NamedTuple):
     def own_factor(self) -> float | None:
         """The factor that makes this rank's own gradients their mean; None if they weigh nothing.
 
-        The backward of a mean began with 1 / size; that of a sum with 1.
+        The loss of a mean was divided by the window's size before its backward; a `LossSum` was not.
         """
         share, over = self.shares[self.rank], float(self.own_divisor)
         return (1.0 if share.kind == SUMS else share.size) / over if over else None

@@ -25,9 +25,9 @@ class Exchange:
     differ. In `.over` and in `sync_every` over an iterable, that of `_loop/loop.py` takes its place.
     """
 
-    #: For each rank, whether a micro-batch of it is expected in the window that closes next. Empty: one of each rank.
+    #: For each rank, whether a micro-batch of it is expected in the window that closes next. Empty: of every rank.
     due: Sequence[bool] = ()
-    #: Whether this is a loop, whose data ends. On one rank, the mean loss over all ranks is then known without a table.
+    #: Whether this is a loop, whose data ends.
     has_an_end = False
 
     def __init__(self, terms: Terms) -> None:

@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._window.loss_sum_count import is_count
 from gradsync.functional._window.steps import correction
 from gradsync.functional._window.table import IN_WORDS, NOBODY, PLAIN, SUMS
 from gradsync.ranks.meet import agreed, ranks_where
@@ -59,19 +58,15 @@ def _insist_on_alike(shares: Sequence[Share]) -> None:
     agreed(numbers, "number of closed windows", _MISSED)
     changes = [(rank, int(share.changes)) for rank, share in enumerate(shares) if share.changes != NOBODY]
     agreed(changes, "number of changes of participants in a loop", _REPLACED)
-    returned = [(rank, share.kind) for rank, share in enumerate(shares) if share.num_micro_batches]
-    scales = [(rank, float(share.scale)) for rank, share in enumerate(shares) if share.num_micro_batches]
+    came = [(rank, share) for rank, share in enumerate(shares) if share.num_micro_batches]
+    scales = [(rank, float(share.scale)) for rank, share in came]
     agreed(scales, "scale of the GradScaler", "Load its state on all ranks, or on none.")
-    if len({kind for _, kind in returned}) > 1:
-        raise GradSyncError(
-            "All ranks must return the same kind of loss in a window, but "
-            + ", ".join(f"rank {rank} returned {IN_WORDS[kind]}" for rank, kind in returned)
-            + ". Return a LossSum everywhere, or nowhere."
-        )
+    kinds = [(rank, IN_WORDS[share.kind]) for rank, share in came]
+    agreed(kinds, "kind of loss in a window", "Return a LossSum everywhere, or nowhere.")
 
 
 def _insist_on_counts(shares: Sequence[Share]) -> None:
-    odd = ranks_where(not is_count(float(share.count)) for share in shares)
+    odd = ranks_where(not 0 <= float(share.count) < math.inf for share in shares)
     if odd:
         raise GradSyncError(
             "The count of a LossSum must be a finite number, and not negative, but a count of rank "

@@ -55,11 +55,6 @@ class Count:
         self._number, self._on_device = number, {}
 
 
-def is_count(total: float) -> bool:
-    """Whether a sum of counts is finite and not negative."""
-    return math.isfinite(total) and total >= 0
-
-
 def _checked(number: float) -> float:
     # The table tells all ranks of a wrong count, and all of them raise. To raise here would leave the others waiting.
     return number if number >= 0 else math.nan

@@ -161,10 +161,10 @@ class Run:
         return passage.closing
 
     def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Passage:
-        """Begin a backward that the caller runs by itself. In the last place, the table leaves.
+        """For a backward that the caller runs by itself: a context manager around it.
 
-        `loss` is that of the whole micro-batch. What is returned is a context manager. Inside, the caller arms its
-        `order.armed` and runs the backward; its `closing` is then what `backward` returns.
+        `loss` is that of the whole micro-batch. Inside, the caller arms the engines of `order.armed` and runs the
+        backward; `closing` is then what `Run.backward` would return.
         """
         self.insist_on_same(place)
         window = self._open_window
@@ -205,8 +205,8 @@ class Run:
         """Synchronise in a backward that the user runs and that has begun; `done` is called at its end.
 
         `reached` collects the ids of the leaves that the backward comes to. Call what is returned after the backward,
-        however that ended: it completes the collectives if the backward failed, and returns whether it failed while it
-        waited for other ranks.
+        however that ended. If the backward failed, it completes the collectives; it returns whether the failure was a
+        wait for other ranks.
         """
         window = self._open_window
         if place.role is RUNS:
@@ -278,7 +278,7 @@ class Run:
         self._exchange, self._agreed = self._alone, False
         team = self.fitting_team()
         window = self.window or self.open(team)
-        window.heard = team.line.send(window.share(closing=self.key).row())
+        window.heard = team.line.send(window.share()._replace(closing=float(self.key)).row())
         place = Place(window.number, window.index, window.size, last=True, role=Role.MISSES)
         with self.holding(place):
             return self.miss(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 NOTHING, MEANS, SUMS, PLAIN = 0.0, 1.0, 2.0, 3.0  # the kinds of losses
 IN_WORDS = {NOTHING: None, MEANS: "a mean", SUMS: "a LossSum", PLAIN: "a plain backward"}
 NOBODY = -1.0  # in place of a key: no run
+# In place of a number of items that are left:
+UNKNOWN = math.inf
+PERHAPS = 0.5  # there may be another call for the last item
+ASKS = -1.0  # this rank does not know which window closes, and asks
 
 
 class Share(NamedTuple):
@@ -29,7 +34,7 @@ class Share(NamedTuple):
     failed: float | torch.Tensor = 0.0  # 1 if a backward failed: all ranks drop the window
     closing: float = NOBODY  # the key of the run whose window it closes
     open: float = NOBODY  # the key of the first run of the loop with an open window here
-    left: float = 0.0  # items still to come; inf if unknown
+    left: float = 0.0  # items still to come, or UNKNOWN, PERHAPS, ASKS
     once: float = 0.0  # 1 if its loop has called once for each item so far
     scale: float | torch.Tensor = 0.0  # of its GradScaler; 0 without one
     changes: float = NOBODY  # how often participants have changed since the loop began; NOBODY outside of loops

@@ -10,7 +10,7 @@ from gradsync._errors import GradSyncError
 from gradsync._loss import LossSum
 from gradsync.functional._update.grad_scaler import Scale
 from gradsync.functional._window.loss_sum_count import Count
-from gradsync.functional._window.table import MEANS, NOBODY, NOTHING, SUMS, Share
+from gradsync.functional._window.table import MEANS, NOTHING, SUMS, Share
 from gradsync.ranks.lost import cannot_be_skipped
 
 if TYPE_CHECKING:
@@ -96,16 +96,8 @@ class Window:
         """What the ranks wait in when the window closes, for an error that names the missing ranks."""
         return f"synchronising the gradients of window {self.number} of {self.team.name}"
 
-    def share(
-        self,
-        *,
-        closing: float = NOBODY,
-        opened: float = NOBODY,
-        left: float = 0.0,
-        once: float = 0.0,
-        changes: float = NOBODY,
-    ) -> Share:
-        """This rank's share; the keywords are what a loop adds to it."""
+    def share(self) -> Share:
+        """This rank's share. A loop adds what it knows of the data."""
         return Share(
             num_micro_batches=float(self.num_micro_batches),
             num_calls=float(self.num_own),
@@ -114,12 +106,7 @@ class Window:
             count=self.count.total,
             loss=self.losses if self.keeps_losses else math.nan,
             failed=float(self.failed),
-            closing=closing,
-            open=opened,
-            left=left,
-            once=once,
             scale=0.0 if self.scale is None else self.scale.value,
-            changes=changes,
             number=float(self.number),
         )
 
