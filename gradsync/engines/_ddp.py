@@ -28,7 +28,8 @@ from torch.autograd.graph import get_gradient_edge
 from gradsync._errors import GradSyncError
 from gradsync._state import WIRES
 from gradsync.engines._buffers_ahead import BuffersOnTheirWay
-from gradsync.engines._ddp_fits import (
+from gradsync.engines._ddp_forward import as_it_is, moved, shortcut
+from gradsync.engines._ddp_usable import (
     Joint,
     check,
     insist_on_shapes,
@@ -39,7 +40,6 @@ from gradsync.engines._ddp_fits import (
     own_names,
     sparse_parameters,
 )
-from gradsync.engines._ddp_forward import as_it_is, moved, shortcut
 from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Carrier, Engine
 from gradsync.engines._silent_hooks import silent

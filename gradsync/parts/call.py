@@ -19,7 +19,7 @@ from gradsync.parts.arrived import Arrived
 from gradsync.parts.before import Before
 from gradsync.parts.cut import first_rows, shape_of
 from gradsync.parts.loss import add, put
-from gradsync.parts.memory import free, is_out_of_memory, let_go
+from gradsync.parts.out_of_memory import free, is_out_of_memory, let_go
 from gradsync.parts.quiet import Quiet
 from gradsync.parts.refuse import check_graph
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from gradsync.parts.cut import Arguments
-    from gradsync.parts.fit import Fit
+    from gradsync.parts.remembered_fit import Fit
 
 _SMALLEST = 2.0**-16  # a share of a call: below it, the user's cutting function is assumed to make no progress
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradsync.engines._ddp_fits import Joint
+from gradsync.engines._ddp_usable import Joint
 from gradsync.functional import clip, normalise
 from gradsync.overlap import attach, depart, landing, step_ahead
 from tests.support.reference import mean_loss, micro_batch
