@@ -1,4 +1,4 @@
-"""The audit: it watches any loop and changes none. Nothing else in the package imports it.
+"""The audit: it watches any loop and changes none. `gradsync` itself offers it; no other room imports it.
 
 `audit.py` is the context manager, `watch.py` keeps the books, `backward.py` knows when a backward begins and ends,
 `engines.py` reads what each engine has synchronised, and `report.py` tells it in numbers and sentences.

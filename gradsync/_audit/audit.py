@@ -27,9 +27,10 @@ def audit(model: nn.Module | Iterable[nn.Module], optimizer: Optimizer | Iterabl
     changed, and everything is as it was afterwards, also when the loop raises; audits nest.
 
     The report can be read inside the loop too. It counts `backwards`, `syncs` (one for each engine whose gradients a
-    backward synchronised), `updates` (optimizer steps), `bytes` (of gradients synchronised, in the type that they
-    travel in), `wasted` (synchronisations that were followed by another one before the optimizer stepped) and `missed`
-    (optimizer steps on gradients that were not synchronised). Gradients that were synchronised and then cleared without
+    backward synchronised), `updates` (optimizer steps), `bytes` (of gradients synchronised: under FSDP2 in the type in
+    which it reduces them, under DDP in their own, before a communication hook or `compress` makes them smaller),
+    `wasted` (synchronisations that were followed by another one before the optimizer stepped) and `missed` (optimizer
+    steps on gradients that were not synchronised). Gradients that were synchronised and then cleared without
     a step, as under a GradScaler that skips, are `discarded`, and no fault. Printing it gives a table and advice;
     `check()` raises the advice as a `GradSyncError`. Nothing here communicates: the report is this rank's.
 

@@ -69,9 +69,10 @@ class Backward:
         if self._outer is not None and (nested or task == self._outer):
             self.task, self._newest = task, max(task, self._newest)
             return
-        # It is the same backward if a segment's graph has ended and the graph that contains it goes on, which has a
-        # lower number, or the graph of the next segment. That has the next number, or a higher one if segments without
-        # parameters came between: then it is another backward only if it reaches a parameter for the second time.
+        # A segment's graph has ended. It is the same backward if
+        # (a) the number went down: the outer graph goes on;
+        # (b) it is the next number, inside a function's backward: the next segment;
+        # (c) it is higher there, and this parameter is new: segments without parameters came between.
         same = task < self._newest or (nested and (task == self._newest + 1 or self._is_new(parameter)))
         if not same:
             self._opened(parameter)

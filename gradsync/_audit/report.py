@@ -92,7 +92,11 @@ class AuditReport:
 
     @property
     def bytes(self) -> int:
-        """Bytes of gradients that were synchronised, before a communication hook makes them smaller."""
+        """Bytes of gradients that were synchronised.
+
+        Under FSDP2 they are counted in the type in which it reduces them; under DDP in the gradients' own, before a
+        communication hook or `compress` makes them smaller.
+        """
         return self._now().bytes
 
     @property

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from gradsync._audit.backward import Backward, Clock, current_task
 from gradsync._audit.counts import Counts, Stretch
 from gradsync._audit.engines import NoEngine, WatchedDDP, WatchedEngine, WatchedFSDP2, hook_gradient, rank_and_ranks
-from gradsync._audit.find import behind, find_ddps, find_fsdp2
+from gradsync._audit.find_engines import find_ddps, find_fsdp2
+from gradsync.engines import behind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 From the command down to the ranks: `_cli` reads `_arguments` and makes a `_plan`, `_hosts` makes the network,
 `_launch` starts the ranks, `_rank` is one of them, and `_measure` times the `_ways` on a workload of `_models`. Back
-up: `_summary` turns times into facts with the arithmetic of `_advice`; `_report` and `_plot` show them.
+up: `_summary` turns times into facts with the arithmetic of `_window_cost`; `_report` and `_plot` show them.
 
 A model of your own comes as `--factory module:function`. The function is called with the micro-batch size and the
 device, once for each way that is measured, and returns what a training loop is made of::

@@ -1,77 +1,81 @@
-"""The arithmetic of a window: what it costs, what it cannot cost less than, and how long it should be.
+"""The advice of a report: what `_suggest.py` has found, in sentences."""
 
-A micro-batch costs `c` seconds. A window costs `s` seconds once: for the synchronisation, and for what else it does
-once, such as the optimizer's step. So a window of N micro-batches takes N c + s, and each micro-batch in it
+from gradsync.bench._suggest import Gain, Longer, Share, Suggestion
+from gradsync.bench._text import place, scale
+from gradsync.bench._ways import WAYS
+from gradsync.bench._window_cost import TARGET
 
-    c + s / N.
-
-The cost of synchronisation is what a window takes beyond computing alone. Its share falls when N grows.
-"""
-
-from collections.abc import Mapping
-from math import ceil, floor, fsum
-from typing import NamedTuple
-
-TARGET = 0.10
-"""Below this share, synchronisation is not worth more work."""
+WORTH = 0.95
+"""A remedy is worth its price if it takes at most this share of the time without it."""
 
 
-class Cost(NamedTuple):
-    """`c` and `s`, in seconds."""
-
-    micro_batch: float
-    window: float
-
-    def at(self, steps: int) -> float:
-        """Seconds a micro-batch in windows of `steps`."""
-        return self.micro_batch + self.window / steps
-
-
-def fit(seconds: Mapping[int, float]) -> Cost:
-    """Fit `c` and `s` to the seconds per micro-batch that were measured at each window length.
-
-    Least squares of the relative errors, because noise is proportional to the time, which is longer in short windows.
-    """
-    if len(seconds) == 1:
-        raise ValueError("c + s/N needs times at two window lengths at least; they came at one.")
-    weights = [1 / y**2 for y in seconds.values()]
-    x_mean = fsum(w / n for w, n in zip(weights, seconds, strict=True)) / fsum(weights)
-    y_mean = fsum(w * y for w, y in zip(weights, seconds.values(), strict=True)) / fsum(weights)
-    slope = fsum(w * (1 / n - x_mean) * (y - y_mean) for w, (n, y) in zip(weights, seconds.items(), strict=True))
-    slope /= fsum(w * (1 / n - x_mean) ** 2 for w, n in zip(weights, seconds, strict=True))
-    return Cost(y_mean - slope * x_mean, slope)
+def advice(suggestion: Suggestion) -> str:
+    """Tell how much time synchronisation takes in this place, how long windows should be, and which remedy to use."""
+    shares = ";\n    ".join(map(_share, suggestion.shares))
+    what = f"{place(suggestion)}: in `{WAYS[suggestion.way].title}`, synchronisation takes"
+    separator = "\n    " if len(suggestion.shares) > 1 else " "
+    lines = [
+        f"{what}{separator}{shares}.",
+        _windows(suggestion.shares[-1], suggestion.enough),
+        *_unclear(suggestion.shares),
+        *(_gain(gain, WAYS[suggestion.way].title) for gain in suggestion.gains),
+    ]
+    return "\n".join(lines)
 
 
-def limit(*, compute: float, forward: float, link: float, steps: int) -> float:
-    """Tell the least time that an exact window can take: it must compute, and send each gradient once and in full.
-
-    Gradients are final only in the window's last backward, so only that backward can hide the sending. All in seconds:
-    `compute` is a window without synchronisation, `forward` the forward of one micro-batch, `link` one synchronisation.
-    """
-    last_backward = max(0.0, compute / steps - forward)
-    return compute - last_backward + max(last_backward, link)
-
-
-def num_link_bits(gradient_bytes: int, ranks: int) -> float:
-    """Count the bits that each rank must send in an all_reduce: those of a ring, which sends the fewest."""
-    return 8 * gradient_bytes * 2 * (ranks - 1) / ranks
+def _share(share: Share) -> str:
+    number, unit = scale([share.compute])
+    low, high = share.quartiles
+    baseline = "" if share.baseline is None else f"; {share.baseline:.0%} where every backward synchronises"
+    times = f"{number(share.seconds)} {unit}, of which {number(share.compute)} are computing"
+    if share.seconds <= share.compute:
+        times = f"{number(share.seconds)} {unit} is no more than the {number(share.compute)} of computing alone"
+    return (
+        f"{share.share:.0%} of the time in windows of {share.steps}: {times} "
+        f"(quartiles {low:.0%} to {high:.0%}{baseline})"
+    )
 
 
-def share(sync: float, seconds: float) -> float:
-    """Tell which share of a window's seconds synchronisation takes; 0 if noise makes it negative."""
-    return max(0.0, sync) / seconds
+def _windows(longest: Share, enough: Longer | None) -> str:
+    target = f"{TARGET:.0%}"
+    if enough is None:
+        return (
+            f"A share that comes back over {target} in longer windows is noise, so this run cannot tell how long "
+            "windows should be: measure for longer (--seconds)."
+        )
+    if enough.estimated:
+        number, unit = scale([longest.compute / longest.steps])
+        return (
+            f"Windows of about {enough.steps} would bring it under {target}, if a window still costs "
+            f"{number(longest.seconds - longest.compute)} {unit} beyond computing there and a micro-batch "
+            f"{number(longest.compute / longest.steps)} {unit}. The effective batch would grow from "
+            f"{longest.effective_batch} to {enough.effective_batch}: mind the learning rate."
+        )
+    if enough.steps == longest.steps:
+        return f"That is under {target} in windows of {enough.steps} (effective batch {enough.effective_batch})."
+    return (
+        f"Of the windows measured, those of {enough.steps} are the shortest under {target} "
+        f"(effective batch {enough.effective_batch})."
+    )
 
 
-def enough(sync: float, micro_batch: float) -> int:
-    """Count the fewest micro-batches that bring the share under `TARGET`, if both costs stay as they are."""
-    if micro_batch <= 0:
-        raise ValueError(f"A micro-batch must cost some time; it came as {micro_batch:g} s.")
-    steps = max(1, floor(sync * (1 / TARGET - 1) / micro_batch))
-    while share(sync, steps * micro_batch + sync) >= TARGET:
-        steps += 1
-    return steps
+def _unclear(shares: list[Share]) -> list[str]:
+    """Name the window lengths whose share may also be on the other side of the target."""
+    unclear = [str(share.steps) for share in shares if share.quartiles[0] < TARGET <= share.quartiles[1]]
+    if not unclear:
+        return []
+    where = f"In windows of {' and '.join(unclear)} the quartiles lie on both sides of {TARGET:.0%}"
+    return [f"{where}: measure for longer (--seconds) before you rely on it."]
 
 
-def num_hiding(link: float, micro_batch: float, steps: int) -> int:
-    """Count the micro-batches, of `steps` at most, that compute for as long as the gradients travel."""
-    return min(steps, max(1, ceil(link / micro_batch)))
+def _gain(gain: Gain, way: str) -> str:
+    number, unit = scale([gain.seconds])
+    times = f"{number(gain.seconds)} {unit}, {gain.ratio:.2f} of the {number(gain.instead_of)} of `{way}`"
+    if gain.clear and gain.ratio <= WORTH:
+        return f"Write `{gain.written}`: an optimizer step here then takes {times}, and {gain.price}."
+    if gain.ratio <= WORTH:
+        return (
+            f"Whether a remedy is worth its price in windows of {gain.steps}, this run cannot tell: `{gain.written}` "
+            f"takes {times}, but the quartiles of the two overlap. Measure for longer (--seconds)."
+        )
+    return f"No remedy is worth its price in windows of {gain.steps}: the best, `{gain.written}`, takes {times}."

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradsync.bench import _advice
+from gradsync.bench import _window_cost
 from gradsync.bench._models import Workload, build
 from gradsync.bench._records import Options, Place, Sample
 from gradsync.bench._remedies import REMEDIES
@@ -51,7 +51,7 @@ def measure(options: Options, place: Place, steps: int, device: torch.device, sa
     say("finding out how much to overlap")
     micro_batch, link = (_typical(windows[name], device) for name in ("compute", "link"))
     overlap = {
-        name: _advice.num_hiding(link * remedy.bytes_sent, micro_batch / steps, steps)
+        name: _window_cost.num_hiding(link * remedy.bytes_sent, micro_batch / steps, steps)
         for name, remedy in REMEDIES.items()
         if remedy.overlaps and name in tasks
     }

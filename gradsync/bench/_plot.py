@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradsync.bench._advice import Cost
 from gradsync.bench._errors import BenchError
 from gradsync.bench._hosts import rate
 from gradsync.bench._rows import Row
 from gradsync.bench._summary import Summary
 from gradsync.bench._text import place
 from gradsync.bench._ways import WAYS
+from gradsync.bench._window_cost import Cost
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

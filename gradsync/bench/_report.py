@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 
-from gradsync.bench._advice import Cost
+from gradsync.bench._advice import advice
 from gradsync.bench._remedies import REMEDIES
-from gradsync.bench._report_advice import advice
 from gradsync.bench._rows import Row
 from gradsync.bench._summary import Summary
 from gradsync.bench._text import grid, megabytes, milliseconds, place, scale
 from gradsync.bench._ways import WAYS
+from gradsync.bench._window_cost import Cost
 
 
 def report(summary: Summary) -> str:

@@ -1,4 +1,6 @@
-"""Advice for one place, from its rows: how long windows should be, and which remedy to use.
+"""What to advise in one place, as numbers, from its rows: how long windows should be, and which remedy to use.
+
+`_advice.py` puts it into sentences.
 
 It follows from medians and quartiles that the table shows. Window lengths that were measured are judged by their own
 times; only for a longer window is anything estimated.
@@ -7,7 +9,7 @@ times; only for a longer window is anything estimated.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradsync.bench import _advice
+from gradsync.bench import _window_cost
 from gradsync.bench._remedies import REMEDIES
 from gradsync.bench._rows import Column, Row
 
@@ -89,12 +91,12 @@ def _share(row: Row, way: str, batch: int) -> Share:
         steps=row.steps,
         seconds=mine.median,
         compute=compute.median,
-        share=_advice.share(mine.median - compute.median, mine.median),
+        share=_window_cost.share(mine.median - compute.median, mine.median),
         quartiles=(
-            _advice.share(mine.quartiles[0] - compute.quartiles[1], mine.quartiles[0]),
-            _advice.share(mine.quartiles[1] - compute.quartiles[0], mine.quartiles[1]),
+            _window_cost.share(mine.quartiles[0] - compute.quartiles[1], mine.quartiles[0]),
+            _window_cost.share(mine.quartiles[1] - compute.quartiles[0], mine.quartiles[1]),
         ),
-        baseline=_advice.share(baseline.median - compute.median, baseline.median)
+        baseline=_window_cost.share(baseline.median - compute.median, baseline.median)
         if baseline and row.steps > 1
         else None,
         effective_batch=row.steps * batch * row.ranks,
@@ -103,7 +105,7 @@ def _share(row: Row, way: str, batch: int) -> Share:
 
 def _enough(shares: Sequence[Share]) -> Longer | None:
     """Find the shortest measured length under the target, or estimate one from the longest."""
-    under = [share.share < _advice.TARGET for share in shares]
+    under = [share.share < _window_cost.TARGET for share in shares]
     if under != sorted(under):
         return None
     if under[-1]:
@@ -111,8 +113,8 @@ def _enough(shares: Sequence[Share]) -> Longer | None:
         return Longer(first.steps, first.share, first.effective_batch, estimated=False)
     last = shares[-1]
     sync, micro_batch = last.seconds - last.compute, last.compute / last.steps
-    steps = _advice.enough(sync, micro_batch)
-    share = _advice.share(sync, steps * micro_batch + sync)
+    steps = _window_cost.enough(sync, micro_batch)
+    share = _window_cost.share(sync, steps * micro_batch + sync)
     return Longer(steps, share, last.effective_batch // last.steps * steps, estimated=True)
 
 

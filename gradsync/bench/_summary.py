@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
-from gradsync.bench import _advice
+from gradsync.bench import _window_cost
 from gradsync.bench._records import Measured, Options, Place, Sample
 from gradsync.bench._rows import Column, Curve, Row
 from gradsync.bench._suggest import Suggestion, suggest
@@ -60,7 +60,7 @@ def _row(group: Measured, sample: Sample) -> Row:
     place, seconds = group.place, dict(sample.seconds)
     forwards, links = seconds.pop("forward"), seconds.pop("link")
     compute, forward, link = median(seconds["compute"]), median(forwards), median(links)
-    limit = _advice.limit(compute=compute, forward=forward, link=link, steps=sample.steps)
+    limit = _window_cost.limit(compute=compute, forward=forward, link=link, steps=sample.steps)
     no_sync = median(seconds["no_sync"])
 
     def column(name: str, times: list[float]) -> Column:
@@ -85,7 +85,7 @@ def _row(group: Measured, sample: Sample) -> Row:
         rounds=len(seconds["compute"]),
         forward=forward,
         link_seconds=link,
-        link_bits_per_second=_advice.num_link_bits(group.gradient_bytes, place.ranks) / link,
+        link_bits_per_second=_window_cost.num_link_bits(group.gradient_bytes, place.ranks) / link,
         limit=limit,
         overlap=sample.overlap,
         ways={name: column(name, times) for name, times in seconds.items()},
@@ -98,7 +98,8 @@ def _at(place: Place, rows: Sequence[Row]) -> list[Row]:
 
 def _curves(place: Place, rows: Sequence[Row]) -> list[Curve]:
     here = _at(place, rows)
-    return [
-        Curve(place.name, place.link, way, *_advice.fit({row.steps: row.ways[way].median / row.steps for row in here}))
-        for way in here[0].ways
-    ]
+    curves = []
+    for way in here[0].ways:
+        seconds = {row.steps: row.ways[way].median / row.steps for row in here}
+        curves.append(Curve(place.name, place.link, way, *_window_cost.least_squares(seconds)))
+    return curves

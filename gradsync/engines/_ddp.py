@@ -28,7 +28,8 @@ from torch.autograd.graph import get_gradient_edge
 from gradsync._errors import GradSyncError
 from gradsync._state import WIRES
 from gradsync.engines._buffers_ahead import BuffersOnTheirWay
-from gradsync.engines._ddp_fits import (
+from gradsync.engines._ddp_forward import as_it_is, moved, shortcut
+from gradsync.engines._ddp_usable import (
     Joint,
     check,
     insist_on_shapes,
@@ -39,7 +40,6 @@ from gradsync.engines._ddp_fits import (
     own_names,
     sparse_parameters,
 )
-from gradsync.engines._ddp_forward import as_it_is, moved, shortcut
 from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Carrier, Engine
 from gradsync.engines._silent_hooks import silent
@@ -237,8 +237,9 @@ class DDPEngine(Engine):
     def _note_used(self, loss: torch.Tensor | None) -> None:
         """Tell a reducer that looks for unused parameters which ones this window has used so far.
 
-        It takes note of that in each backward that comes by: also in one of another model that shares parameters, or
-        whose gradients somebody has dropped. It then takes no undefined gradient for these, and does not tell which.
+        DDP marks a parameter as used in every backward that reaches it, also in unrelated ones: of another model that
+        shares it, or of gradients that were dropped since. It then rejects an undefined gradient for it. So reset the
+        marks, and mark those that have a gradient.
         """
         if not self._ddp.find_unused_parameters or self._ddp._use_python_reducer:
             return
@@ -306,12 +307,12 @@ class DDPEngine(Engine):
             self._ddp._has_rebuilt_buckets = True
 
     def _forget_reduction(self) -> None:
-        """Reset the reducer after a backward that failed when the last gradient had left.
+        """Reset the reducer after a failed backward that can no longer be completed by hand.
 
-        Or it failed in the reducer, which takes no such gradient now, either. What the reducer had queued for the end
-        of that backward is lost, and its state can only be reset as a whole. It then wants to order its buckets again,
-        together with all ranks, but these have no reason to. So the buckets are ordered now if that is due on all
-        ranks, and otherwise kept as they are.
+        Either all gradients had been sent already, or the reducer itself failed. What the reducer had queued for the
+        end of that backward is lost, and its state can only be reset as a whole. It then wants to order its buckets
+        again, together with all ranks, but these have no reason to. So the buckets are ordered now if that is due on
+        all ranks, and otherwise kept as they are.
         """
         reducer = self._ddp.reducer
         device = self._reduced[0].device

@@ -3,10 +3,11 @@
 Its first reduction runs at the end of its very first backward. DDP's forward arranges that; here `arm` does. The
 reducer's hooks count how often they run, so they must not be run by hand: `reduce` reduces bucket by bucket.
 
-torch keeps two records of that first reduction. On each rank it counts the hooks that ran, and raises in a backward
-that runs others, but not if these ran in held backwards or did not run at all. `misuse` finds those. The other record,
-`_get_local_used_map`, lies on the device: before the reduction it is not initialised, and then it has on how many ranks
-each parameter was used. Ranks may use parameters of their own, so each remembers itself what it used.
+torch keeps two records of that first reduction. On each rank it counts the hooks that ran. It raises if a
+synchronising backward runs other hooks than the first did. It does not notice hooks that ran in held backwards, or that
+did not run. `misuse` checks those. The other record, `_get_local_used_map`, lies on the device: before the reduction it
+is not initialised, and then it has on how many ranks each parameter was used. Ranks may use parameters of their own, so
+each remembers itself what it used.
 
 Private in torch, beside what `_ddp.py` names (read in torch 2.13): `_delay_all_reduce`, `_get_local_used_map`,
 `_run_comm_hook`, `_set_static_graph`, `_static_graph_delay_allreduce_enqueued`.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # The file and the function that make the engine for a module, by the name of its class: importing
 # torch.distributed.fsdp would take seconds.
 _MAKERS = {
-    "torch.nn.parallel.distributed.DistributedDataParallel": ("_kinds", "ddp_engine"),
+    "torch.nn.parallel.distributed.DistributedDataParallel": ("_ddp_choice", "ddp_engine"),
     "torch.distributed._composable.replicate.DDP": ("_replicate", "replicate_engine"),
     "torch.distributed.fsdp.FSDPModule": ("_fsdp2", "FSDP2Engine"),
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": ("_fsdp1", "FSDP1Engine"),

@@ -45,7 +45,7 @@ class Engine:
     forward_communicates = False
     #: Whether held gradients are not in `parameter.grad`, or are there in changing objects.
     holds_inside = False
-    #: Whether other storage comes behind its leaves in a forward, so that nobody may hold their nodes in the graph.
+    #: Whether a forward gives its leaves new storage. Do not keep their autograd nodes.
     swaps_storage = False
     #: The ranks over which each plain gradient lies in flat pieces; None if it is whole, or a DTensor.
     shard_group: ProcessGroup | None = None

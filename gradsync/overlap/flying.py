@@ -56,24 +56,17 @@ def depart(
     optimizers: Sequence[Optimizer],
     models: Sequence[nn.Module] = (),
     land: Callable[[], object] | None = None,
-    *,
-    after: InFlight | None = None,
 ) -> InFlight:
     """A window has closed: `flights` have its gradients, and `parameter.grad` still has this rank's own.
 
     From here on, writes to the parameters are noticed, and `state_dict()` of the models, their modules and the
-    optimizers calls `land` first. `after` has landed; its memory is used again.
+    optimizers calls `land` first. Set `spare` to what an earlier window has saved, to use that memory again.
     """
     who = Who(models, [inner(optimizer) for optimizer in optimizers])
     travelling = [parameter for flight in flights for parameter in flight.parameters]
     parameters = list({id(one): one for one in (*travelling, *owned_trainable(who.optimizers))}.values())
     all_used = all(parameter.grad is not None for parameter in travelling)
-    watch = Watch(parameters, who, land)
-    spare = None
-    if after is not None:
-        after.watch.end()
-        spare = after.saved or after.spare
-    return InFlight(flights, who, parameters, all_used, watch, spare=spare)
+    return InFlight(flights, who, parameters, all_used, Watch(parameters, who, land))
 
 
 def step_ahead(

@@ -2,8 +2,8 @@
 
 Tensors are copied, and copied back in place: they stay the same objects, on which a CUDA graph depends. The containers
 in `optimizer.state` get back what they held, so that what a step has created is gone: with dampening, a momentum of
-zeros differs from no momentum. `param_groups` have optimizers' counters and users' learning rates: of these, only
-values that the step has changed, and nobody since, are put back.
+zeros differs from no momentum. Of `param_groups`, which have optimizers' counters and users' learning rates, put back
+only what the step changed, unless somebody has changed it since.
 
 A picture is a snapshot of a value, from which the value is restored.
 """

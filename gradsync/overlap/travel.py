@@ -18,7 +18,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import gradients_in, in_pairs
-from gradsync.overlap.memory import Memory
+from gradsync.overlap.reused_memory import Memory
 
 
 class _Place(NamedTuple):

@@ -1,4 +1,8 @@
-"""Notices writes to the parameters while gradients travel, and keeps provisional ones from being saved."""
+"""Notices writes to the parameters while gradients travel, and keeps provisional ones from being saved.
+
+Private in torch (read in torch 2.13; tests/overlap/test_flying.py fails when it changes): `_state_dict_pre_hooks` of a
+module and `_optimizer_state_dict_pre_hooks` of an optimizer, where their hooks are.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,13 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from gradsync._errors import GradSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch import nn
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
@@ -32,7 +36,9 @@ class Watch:
         self.note()
         if land is not None:
             modules: dict[int, Any] = {id(module): module for model in who.models for module in model.modules()}
-            self._hooks = [_LandFirst(land, one) for one in (*modules.values(), *who.optimizers)]
+            watched = (*modules.values(), *who.optimizers)
+            _remove_ended(watched)
+            self._hooks = [_LandFirst(land, one) for one in watched]
 
     def note(self) -> None:
         """Take the parameters and the optimizers' states as they are now for right."""
@@ -56,8 +62,8 @@ class Watch:
     def end(self) -> None:
         """Nothing travels any more: remove the hooks.
 
-        A hook that is running stays, without effect, until the next call: its model or optimizer is iterating over its
-        hooks, and must not lose one meanwhile.
+        A hook that is running stays, without effect, until `end` or the next watch: its model or optimizer is iterating
+        over its hooks, and must not lose one meanwhile.
         """
         for hook in self._hooks:
             hook.end()
@@ -157,9 +163,22 @@ class _LandFirst:
         return _Deaf, ()
 
     def end(self) -> None:
+        """Have no effect any more, and be gone unless it runs."""
         self._land = None
-        if not self.runs:
+        self.remove_ended()
+
+    def remove_ended(self) -> None:
+        """Be gone if it has ended and does not run."""
+        if self._land is None and not self.runs:
             self._handle.remove()
+
+
+def _remove_ended(watched: Iterable[Any]) -> None:
+    """Remove the hooks of earlier watches that ran as they ended: saving model after model would leave many."""
+    for one in watched:
+        hooks = one._state_dict_pre_hooks if isinstance(one, nn.Module) else one._optimizer_state_dict_pre_hooks
+        for hook in [hook for hook in hooks.values() if isinstance(hook, _LandFirst)]:
+            hook.remove_ended()
 
 
 class _Deaf:

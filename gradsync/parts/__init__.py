@@ -2,8 +2,8 @@
 
 from gradsync.parts.call import Backward, Outcome, run_in_parts
 from gradsync.parts.cut import Cut, count_rows, cut_rows
-from gradsync.parts.fit import Fit
-from gradsync.parts.memory import is_out_of_memory
+from gradsync.parts.out_of_memory import is_out_of_memory
+from gradsync.parts.remembered_fit import Fit
 from gradsync.parts.sizes import Sizes
 
 __all__ = ["Backward", "Cut", "Fit", "Outcome", "Sizes", "count_rows", "cut_rows", "is_out_of_memory", "run_in_parts"]

@@ -19,7 +19,7 @@ from gradsync.parts.arrived import Arrived
 from gradsync.parts.before import Before
 from gradsync.parts.cut import first_rows, shape_of
 from gradsync.parts.loss import add, put
-from gradsync.parts.memory import free, is_out_of_memory, let_go
+from gradsync.parts.out_of_memory import free, is_out_of_memory, let_go
 from gradsync.parts.quiet import Quiet
 from gradsync.parts.refuse import check_graph
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     import torch
 
     from gradsync.parts.cut import Arguments
-    from gradsync.parts.fit import Fit
+    from gradsync.parts.remembered_fit import Fit
 
 _SMALLEST = 2.0**-16  # a share of a call: below it, the user's cutting function is assumed to make no progress
 
 
 class Backward:
-    """The backward of one call, as its parts need it. This one does nothing: only what the call returns is wanted.
+    """Interface; the base class runs no backward (a replay).
 
-    The other parts' backwards run before the real one, or after it if it failed.
+    One part runs the real backward, which synchronises; the others run quietly, before it, or after it if it failed.
     """
 
     #: Those that may get gradients.
@@ -233,8 +233,8 @@ class _Call:
             return 1.0
         if piece.rows is None:
             raise GradSyncError(
-                f"A mean over a part weighs what its share of the rows is, but the parts that {self.fit.name} was cut "
-                "into do not have rows that add up to those of the call. Return LossSum(sum, count)."
+                f"A part's mean counts by its share of the rows, but the rows of {self.fit.name}'s parts do not add up "
+                "to those of the call. Return LossSum(sum, count)."
             )
         return piece.rows / self.size
 

@@ -41,9 +41,9 @@ class Quiet:
         return _hooked(list(self._waiting), self._join, alone=False)
 
     def end_joined(self, missing: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """That backward has ended: what it joined has arrived and is dropped, except where it is `missing`.
+        """That backward has ended: drop what arrived.
 
-        Returns those that are missing and whose gradient has not joined either.
+        Returns the `missing` parameters for which we hold no gradient, so they must be computed again.
         """
         gone = self._joined - set(map(id, missing))
         self._waiting = {parameter: total for parameter, total in self._waiting.items() if id(parameter) not in gone}

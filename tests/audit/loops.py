@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradsync
-from gradsync._audit import audit, find, watch
+from gradsync._audit import audit, find_engines, watch
 from gradsync._errors import GradSyncError
 from tests.support.ranks import GROUP_TIMEOUT
 
@@ -406,7 +406,7 @@ def finished_by_a_backward_of_its_own():
     shell.module = model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made: dict[str, DistributedDataParallel] = {}
-    find.behind = watch.behind = lambda module: made.get("ddp") if module is model else None
+    find_engines.behind = watch.behind = lambda module: made.get("ddp") if module is model else None
     with audit(model, optimizer) as report:
         made["ddp"] = ddp = DistributedDataParallel(shell)  # made inside the audit, as at the first call
         del ddp.module
@@ -854,7 +854,7 @@ def main(rank, ranks, directory):
     for name, body in LOOPS[ranks].items():
         if only and name != only:
             continue
-        original = find.behind
+        original = find_engines.behind
         recorder.since()
         try:
             results[name] = body()
@@ -862,7 +862,7 @@ def main(rank, ranks, directory):
             results[name] = {"failed": traceback.format_exc()}
             break
         finally:
-            find.behind = watch.behind = original
+            find_engines.behind = watch.behind = original
         results[name]["collectives"] = recorder.since()
         dist.barrier()
     Path(directory, f"{ranks}-{rank}.json").write_text(json.dumps(results))

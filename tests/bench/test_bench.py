@@ -23,7 +23,8 @@ import torch
 
 import gradsync.__main__
 from gradsync.__main__ import main as command
-from gradsync.bench import _advice, _hosts, _measure
+from gradsync.bench import _hosts, _measure, _window_cost
+from gradsync.bench._advice import advice
 from gradsync.bench._cli import main
 from gradsync.bench._measure import Lane, visit
 from gradsync.bench._models import build
@@ -40,7 +41,6 @@ from gradsync.bench._records import (
 )
 from gradsync.bench._remedies import REMEDIES
 from gradsync.bench._report import report
-from gradsync.bench._report_advice import advice
 from gradsync.bench._suggest import Longer, Suggestion
 from gradsync.bench._summary import Summary, summarise
 from gradsync.bench._task import Window
@@ -62,7 +62,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks f
 def test_a_fit_finds_the_cost_that_made_the_times() -> None:
     """Times that follow c + s/N give back c and s."""
     for c, s in itertools.product((0.001, 0.06, 3.0), (0.0, 0.27, 40.0)):
-        cost = _advice.fit({n: c + s / n for n in (1, 2, 4, 8, 16, 32)})
+        cost = _window_cost.least_squares({n: c + s / n for n in (1, 2, 4, 8, 16, 32)})
         assert cost == pytest.approx((c, s), rel=1e-9, abs=1e-9)
         assert cost.at(5) == pytest.approx(c + s / 5)
 
@@ -72,13 +72,13 @@ def test_a_fit_of_noisy_times_is_the_weighted_least_squares_line() -> None:
     numpy = pytest.importorskip("numpy")
     times = {1: 0.34, 2: 0.19, 4: 0.131, 8: 0.088, 32: 0.071}
     s, c = numpy.polyfit([1 / n for n in times], list(times.values()), 1, w=[1 / y for y in times.values()])
-    assert _advice.fit(times) == pytest.approx((c, s))
+    assert _window_cost.least_squares(times) == pytest.approx((c, s))
 
 
 def test_one_window_length_is_no_line() -> None:
     """There are two unknowns, c and s."""
     with pytest.raises(ValueError, match=r"needs times at two window lengths at least; they came at one\."):
-        _advice.fit({4: 0.5})
+        _window_cost.least_squares({4: 0.5})
 
 
 @pytest.mark.parametrize(
@@ -92,25 +92,25 @@ def test_one_window_length_is_no_line() -> None:
 )
 def test_the_limit_computes_everything_and_sends_once(link: float, expected: float) -> None:
     """Four micro-batches of 0.06 s, of which 0.02 s are forward."""
-    assert _advice.limit(compute=0.24, forward=0.02, link=link, steps=4) == pytest.approx(expected)
+    assert _window_cost.limit(compute=0.24, forward=0.02, link=link, steps=4) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("ranks", "times_the_bytes"), [(2, 1.0), (4, 1.5), (8, 1.75)])
 def test_an_all_reduce_sends_what_a_ring_sends(ranks: int, times_the_bytes: float) -> None:
     """Each rank passes on every chunk but one, twice."""
-    assert _advice.num_link_bits(1000, ranks) == pytest.approx(8000 * times_the_bytes)
+    assert _window_cost.num_link_bits(1000, ranks) == pytest.approx(8000 * times_the_bytes)
 
 
 def test_enough_is_the_first_window_length_that_is_long_enough() -> None:
     """Counting up from 1 finds the same one."""
     for c, sync in itertools.product((0.0031, 0.061, 0.1), (0.0, 0.001, 0.1, 0.27, 2.0)):
-        assert _advice.enough(sync, c) == next(n for n in itertools.count(1) if sync / (n * c + sync) < 0.1)
+        assert _window_cost.enough(sync, c) == next(n for n in itertools.count(1) if sync / (n * c + sync) < 0.1)
 
 
 def test_noise_below_zero_is_no_share() -> None:
     """A synchronisation that seems to save time takes none."""
-    assert _advice.share(-0.1, 0.9) == 0.0
-    assert _advice.share(3.0, 4.0) == 0.75
+    assert _window_cost.share(-0.1, 0.9) == 0.0
+    assert _window_cost.share(3.0, 4.0) == 0.75
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_noise_below_zero_is_no_share() -> None:
 )
 def test_as_many_micro_batches_overlap_as_hide_the_link(link: float, expected: float) -> None:
     """Of 0.06 s each, 8 in a window."""
-    assert _advice.num_hiding(link, 0.06, 8) == expected
+    assert _window_cost.num_hiding(link, 0.06, 8) == expected
 
 
 # From times to findings.

@@ -17,7 +17,7 @@ from torch.autograd import Variable, profiler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradsync._state import SAID_OF_TORCH
-from gradsync.engines._ddp_fits import Joint
+from gradsync.engines._ddp_usable import Joint
 from gradsync.engines._privates import PRIVATES, check_torch, missing
 
 
@@ -87,7 +87,7 @@ def test_the_reducer_names_the_parameters_that_are_not_ready(ddp):
     ddp.module[1](torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=r"did not receive grad for rank 0: 0 1\b"):
         ddp.reducer._check_reducer_finalized()
-    from gradsync.engines._ddp_fits import Joint
+    from gradsync.engines._ddp_usable import Joint
 
     Joint.apply(*ddp.module[0].parameters()).backward()
     ddp.reducer._check_reducer_finalized()

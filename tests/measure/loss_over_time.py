@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
-from gradsync.bench import _advice, _hosts
+from gradsync.bench import _hosts, _window_cost
 from gradsync.bench._cli import ending_on_signals
 from gradsync.bench._remedies import REMEDIES
 
@@ -141,7 +141,7 @@ def race(args):
                 continue
             keywords = {}
             if name in REMEDIES:
-                overlap[name] = _advice.num_hiding(link * REMEDIES[name].bytes_sent, micro_batch, STEPS)
+                overlap[name] = _window_cost.num_hiding(link * REMEDIES[name].bytes_sent, micro_batch, STEPS)
                 keywords = REMEDIES[name].keywords(overlap[name])
             runners[name] = decorated(batches, args.updates, keywords)
         for done in range(0, args.updates + 1, args.turn):

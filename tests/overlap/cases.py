@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradsync import GradSyncError
 from gradsync.overlap import attach, depart, go_back, landing, provisional, step_ahead
-from tests.overlap.loop import Behind, Model, parameters_of
+from tests.overlap.loop import Behind, Model, memory_of, parameters_of
 from tests.support.models import small_model
 from tests.support.reference import mean_loss, micro_batch
 
@@ -181,7 +182,7 @@ def kept_gradients() -> None:
     kept, places, last = [], [], None
     for window in range(6):
         flight = behind.boundary(model.loss(dist.get_rank(), window))
-        flown = depart([flight], [optimizer], after=last)
+        flown = replace(depart([flight], [optimizer]), spare=memory_of(last))
         flown = step_ahead(flown, factor=1.0)
         with landing(flown):
             places.append({p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None})
@@ -276,7 +277,10 @@ def writes() -> list[str]:
 
 
 def saving() -> None:
-    """`state_dict` of the model, of a part, of the optimizer: lands first; the hooks are there only then."""
+    """`state_dict` of the model, of a part, of the optimizer: lands first; the hooks are there only then.
+
+    The one that ran goes when the next window departs.
+    """
     model = Model()
     behind = Behind(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -297,7 +301,7 @@ def saving() -> None:
     for what in (model, model.inner, model.inner[0], optimizer, model):
         true = parameters_of(model)
         flight = behind.boundary(model.loss(dist.get_rank(), 0))
-        flown = step_ahead(depart([flight], [optimizer], [model], land, after=last), factor=1.0)
+        flown = step_ahead(depart([flight], [optimizer], [model], land), factor=1.0)
         assert hooks() == len(list(model.modules())) + 1
         twin = pickle.loads(pickle.dumps(model))
         copy.deepcopy(model).state_dict()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradsync.engines._ddp_fits import Joint
+from gradsync.engines._ddp_usable import Joint
 from gradsync.functional import clip, normalise
-from gradsync.overlap import attach, depart, landing, step_ahead
+from gradsync.overlap import InFlight, attach, depart, landing, step_ahead
+from gradsync.overlap.saved import Saved
 from tests.support.reference import mean_loss, micro_batch
 
 
@@ -148,6 +149,12 @@ class Behind:
         return []
 
 
+def memory_of(landed: InFlight | None) -> Saved | None:
+    """What a window that has landed leaves for the next, as the decorator hands it on."""
+    saved = None if landed is None else landed.saved or landed.spare
+    return None if saved is None else saved.emptied()
+
+
 def drive(plan: Plan) -> list[list[torch.Tensor]]:
     """The parameters after each landing, on this rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -188,7 +195,7 @@ def drive(plan: Plan) -> list[list[torch.Tensor]]:
         land()  # a window shorter than m
         taken += counts[rank]
         total = sum(counts)
-        in_flight = depart([flight], [optimizer], [model], land, after=last)
+        in_flight = replace(depart([flight], [optimizer], [model], land), spare=memory_of(last))
         factor = 1 / counts[rank] if counts[rank] else None
         in_flight = step_ahead(in_flight, factor=factor, clip_norm=plan.clip_norm)
     land()

@@ -152,12 +152,27 @@ def test_imports_go_one_way() -> None:
     assert loops({"a": {"b"}, "b": {"a"}, "c": {"a"}}) == ["a", "b"]
 
 
-@pytest.mark.parametrize("room", [*CORE, "engines", "overlap", "parts", "launch"])
+@pytest.mark.parametrize("room", sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
 def test_each_room_has_a_map_of_all_its_files(room: str) -> None:
     text = (PACKAGE / room / "README.md").read_text(encoding="utf-8")
     files = [path.name for path in (PACKAGE / room).rglob("*.py") if path.name != "__init__.py"]
     assert set(re.findall(r"`(\w+\.py)`", text)) == set(files)
     assert len(set(files)) == len(files), "one name, one file"
+
+
+def test_the_map_of_engines_tells_what_each_engine_of_a_ddp_overrides() -> None:
+    """A cell has words where the class has the method, and is empty where it inherits it."""
+    text = (PACKAGE / "engines" / "README.md").read_text(encoding="utf-8")
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.count("|") == 7]
+    (_, *heads), _, *rows = cells
+    trees = [tree for module, tree in MODULES.items() if package_of(module) == "gradsync.engines"]
+    classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    has = {name: {one.name for one in node.body if isinstance(one, ast.FunctionDef)} for name, node in classes.items()}
+    values = {ast.unparse(node.targets[0]) for node in classes["Engine"].body if isinstance(node, ast.Assign)}
+    asked = has["Engine"] - {"__init__"} | values | {"_complete_armed"}
+    for column, name in enumerate(head.strip("`") for head in heads):
+        told = {one for method, *words in rows if words[column] for one in re.findall(r"`(\w+)`", method)}
+        assert told == has[name] & asked, name
 
 
 def test_the_floors_of_functional_are_in_the_order_of_its_map() -> None:

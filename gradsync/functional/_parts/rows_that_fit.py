@@ -12,7 +12,7 @@ from gradsync.engines import find
 from gradsync.functional._team.hold import Hold
 from gradsync.functional._team.no_sync import check_modules
 from gradsync.parts.before import Before, ForwardState
-from gradsync.parts.memory import free, is_out_of_memory, let_go
+from gradsync.parts.out_of_memory import free, is_out_of_memory, let_go
 from gradsync.parts.peak import is_room, meter_of
 from gradsync.ranks.group import require_group, several_ranks
 from gradsync.ranks.lost import WaitingFor

@@ -1,4 +1,4 @@
-"""Whether gradsync can use a `DistributedDataParallel`, and whether its reducer fits the present parameters.
+"""Checks whether gradsync can use a `DistributedDataParallel`, and whether its reducer fits the present parameters.
 
 Private in torch: `_delay_all_reduce_params`, `_module_parameters`, `_get_ddp_logging_data`, and of the reducer
 `_get_zeros_like_grad_buckets`; of autograd's nodes `_input_metadata`, which has the shape that a node was made for.

@@ -9,18 +9,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._audit.engines import WatchedDDP
 from gradsync._errors import GradSyncError
+from gradsync.engines import behind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import nn
-
-
-def behind(module: nn.Module) -> DistributedDataParallel | None:
-    """Return the DDP that gradsync put behind a bare module, if it did."""
-    from gradsync import engines  # here, so that the audit itself needs nothing of gradsync
-
-    return engines.behind(module)
 
 
 def find_ddps(models: Iterable[nn.Module], known: Iterable[WatchedDDP]) -> list[WatchedDDP]:
