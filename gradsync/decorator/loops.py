@@ -66,10 +66,11 @@ class Loops:
             if running.loop.data.num_idle:
                 running.loop.called_from = _call_stack()
             return running
-        elsewhere = next((one.loop for one in [*self._running.values()] if not one.loop.data.num_calls), None)
+        # Items are read ahead by another thread, or by the code that goes on calling after its data has ended.
+        ahead = next((one.loop for one in [*self._running.values()] if not one.loop.data.num_calls), None)
         ended = self._read_ahead.get(thread)
-        # If the same code goes on calling after the data has ended, its items were read ahead.
-        ahead = ended if elsewhere is None and ended is not None and _goes_on(ended) else elsewhere
+        if ahead is None and ended is not None and _goes_on(ended):
+            ahead = ended
         if ahead is not None:
             raise GradSyncError(
                 f"Each item of {ahead.name} must have its call before the next item is drawn, but items were drawn "

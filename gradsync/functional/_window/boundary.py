@@ -69,10 +69,6 @@ class Held:
             clarify(error)
         return isinstance(error, self._skip) and self._window.fail(error)
 
-    def give_up(self) -> None:
-        """To be called in place of leaving it, if a backward that the user has begun fails."""
-        self.order.abort()
-
 
 class Boundary:
     """The last place of a window: the table leaves, gradients synchronise, buffers are made equal."""
@@ -113,12 +109,6 @@ class Boundary:
             self._transport.carried(self._window)
             self.closing = self._close()
             return False
-
-    def give_up(self) -> None:
-        """To be called in place of leaving it, if a backward that the user has begun fails."""
-        self.order.abort()
-        self._transport.carried(self._window)
-        self._close_failed()
 
     def _drops(self, error: BaseException) -> bool:
         """After a failure: the other collectives of the window. Returns whether the error only drops it, everywhere."""
@@ -221,7 +211,7 @@ class Joined:
             return not self._has_ended
         self._has_ended = True
         self._note_visits()
-        self._passage.give_up()
+        self._passage.__exit__(None, RuntimeError("a backward of the user's own, which raises its own error"), None)
         return False
 
     def _arrived(self) -> None:
