@@ -1,6 +1,7 @@
 """The CPU cost of a micro-step of a tiny model, each way interleaved with the others in one run.
 
     python -m tests.measure.speed                                            # one rank
+    python -m tests.measure.speed --layers 100 --micro-steps 40              # 200 parameters
     torchrun --standalone --nproc-per-node 2 -m tests.measure.speed          # two
 
 Best of several rounds, in microseconds, and as a ratio to the hand-written `no_sync` loop.
@@ -25,9 +26,9 @@ import gradsync
 STEPS = 4
 
 
-def tiny():
+def tiny(layers):
     torch.manual_seed(0)
-    return nn.Linear(8, 8)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))) if layers > 1 else nn.Linear(8, 8)
 
 
 def plain(model, optimizer, batches):
@@ -71,11 +72,11 @@ def iterated(model, optimizer, batches):
             optimizer.zero_grad()
 
 
-def ways():
+def ways(layers=1):
     """Name, function, model, optimizer; every way has a model of its own."""
 
     def pair(wrap):
-        model = tiny()
+        model = tiny(layers)
         wrapped = wrap(model)
         return wrapped, torch.optim.SGD(model.parameters(), lr=1e-3)
 
@@ -85,7 +86,7 @@ def ways():
         from accelerate import Accelerator
 
         accelerator = Accelerator(gradient_accumulation_steps=STEPS, cpu=True)
-        model = tiny()
+        model = tiny(layers)
         wrapped, optimizer = accelerator.prepare(DDP(model), torch.optim.SGD(model.parameters(), lr=1e-3))
 
         def accelerate(model, optimizer, batches):
@@ -103,7 +104,7 @@ def ways():
         os.environ.setdefault("LT_CLI_USED", "0")
         fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=DDPStrategy(process_group_backend="gloo"))
         fabric._launched = True
-        model = tiny()
+        model = tiny(layers)
         wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))
 
         def fabric_way(model, optimizer, batches):
@@ -127,6 +128,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--micro-steps", type=int, default=400)
+    parser.add_argument("--layers", type=int, default=1, help="of two parameters each")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -135,7 +137,7 @@ def main():
     else:
         dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
     batches = list(torch.randn(args.micro_steps, 4, 8))
-    candidates = list(ways())
+    candidates = list(ways(args.layers))
     best = dict.fromkeys((name for name, *_ in candidates), float("inf"))
     for _ in range(args.rounds + 1):
         for name, run, model, optimizer in candidates:

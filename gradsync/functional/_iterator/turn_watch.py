@@ -135,9 +135,8 @@ class TurnWatch:
                 f"gradients are synchronised, but optimizer.step() came {where}. Write behind the backward: if "
                 "step.last: optimizer.step(); optimizer.zero_grad()."
             )
-        left = [one for one in stepped if id(one) not in team.ids and one.grad is not None]
-        if left and (team.num_ranks > 1 or self.closing.factor not in {None, 1.0}):
-            _insist_on_models(left)
+        if not team.ids.issuperset(map(id, stepped)) and (team.num_ranks > 1 or self.closing.factor not in {None, 1.0}):
+            _insist_on_models([one for one in stepped if id(one) not in team.ids and one.grad is not None])
         if not self._run.is_plain:
             mark(stepped)
 
