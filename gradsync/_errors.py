@@ -1,4 +1,4 @@
-"""The one exception of the package."""
+"""The exception for misuse."""
 
 from __future__ import annotations
 

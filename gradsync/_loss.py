@@ -133,7 +133,7 @@ def no_gradient(came: str) -> GradSyncError:
 
 
 def detach(returned: T, loss: torch.Tensor | LossSum) -> T:
-    """`returned`, the same object, its loss without a graph (where it is a view in something frozen, an equal one)."""
+    """The same object, its loss detached; an equal one where the loss is a view or a leaf, and must stay as it is."""
     tensor = tensor_of(loss)
     if not tensor._is_view() and not tensor.is_leaf:
         tensor.detach_()

@@ -2,7 +2,7 @@
 
 An engine cannot be kept on its module: copies and pickles of the module would carry it along. Nor can the function that
 made it keep it: the next function, or the next epoch's `sync_every`, would make another DDP. Two functions that share a
-parameter do not know of each other. Entries are weak: they end with the objects that they belong to.
+parameter do not know of each other. What refers to an object of the user's is weak, and ends with it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FUNCTIONS: weakref.WeakSet[Any] = weakref.WeakSet()
 """The windows of each decorated function: as the program ends, those still open are warned about."""
 
 STEPPING: list[int] = []
-"""The threads in which a step of gradsync's own runs: of another function, perhaps, whose gradients land."""
+"""The threads in which gradsync itself steps an optimizer, perhaps for another function whose gradients landed."""
 
 SWITCHING = Lock()
 """Held while `requires_grad` of a bystander is switched: two threads may hold the same teacher."""

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 _ADDED = """Under gradsync.accumulating({settings}): each call is a micro-batch. It has
 
-    .over(iterable)             the iterable again; its last call closes the window
+    .over(iterable)             the iterable again; where it ends, the window closes
     .flush()                    close the open windows now, on all ranks together
     .settle()                   wait for gradients that still travel (overlap)
     .reset()                    discard the open windows, with their gradients
@@ -67,7 +67,7 @@ class Accumulated(Generic[P, R_co]):
         return None
 
     def over(self, iterable: Iterable[T]) -> Over[T]:
-        """The iterable again, sized if it was; its last call closes the window.
+        """The iterable again, sized if it was; where it ends, the window closes, unless `tail` is "carry".
 
         Ranks may hold different numbers of items. What reads ahead goes inside: `step.over(prefetch(loader))`.
         """

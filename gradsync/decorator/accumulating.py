@@ -71,7 +71,8 @@ def accumulating(
     - `sync`: "window" synchronises at the boundary only, "each" at each micro-batch, "shard" reduce-scatters each and
       all-reduces at the boundary (HSDP).
     - `nonfinite`: what to do with a window whose gradients have an inf or a NaN: "step" (no check), "skip", "raise".
-    - `skip`: exception types that drop one micro-batch on one rank instead of ending the run.
+    - `skip`: exception types that drop one micro-batch on one rank instead of ending the run; where a backward raises
+      them, they drop the window on all ranks.
     - `on_update`: called with the `progress` after each update on every rank, also after updates that a rank makes when
       its own data has ended. If the function is a method, it gets the instance first.
     - `overlap`: how many micro-batches of a window run while the gradients of the window before travel. 0 is exact.

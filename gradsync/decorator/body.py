@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from gradsync.decorator.replay import Replay
+    from gradsync.decorator.replay_of_forward import Replay
     from gradsync.functional import Loop, LossSum, Run, Team
 
 Call: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]"

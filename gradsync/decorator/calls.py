@@ -251,7 +251,7 @@ class Calls:
         if any(micro_batches.is_running for micro_batches in self.of_this_thread()):
             raise GradSyncError(
                 f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that runs while "
-                "the next window is open (overlap), to which ranks that have run out come at another time. Call it "
+                "the next window is open (overlap); ranks whose data has ended run that at another time. Call it "
                 "between two calls, or after the loop."
             )
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Compressed(Transport):
-    """The transport of a call with `compress`. Tables and flags still travel in float64."""
+    """The transport of a call with `compress`. Tables and flags travel as they are."""
 
     def check(self, team: Team) -> None:
         """Raise for engines whose gradients gradsync does not send itself."""

@@ -15,7 +15,7 @@ from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.participants import reference
 from gradsync.decorator.progress import Record
-from gradsync.decorator.replay import Replay
+from gradsync.decorator.replay_of_forward import Replay
 from gradsync.decorator.updater import Updater
 from gradsync.functional import InParts, Role, Run, Who, check_steppable, detach, is_scaling, owned
 from gradsync.ranks.lost import WaitingFor
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class MicroBatches:
-    """Runs the calls of one (function, instance, optimizers), window by window. Holds no model and no optimizer."""
+    """Runs the calls of one (function, instance, optimizers), window by window. It goes with its optimizers."""
 
     def __init__(self, name: str, order: int, settings: Settings, instance: object) -> None:
         self.order = order  # its number among the function's windows

@@ -21,12 +21,12 @@ NO_UPDATE = Update(stepped=False, grad_norm=None)
 class Progress:
     """The state of a decorated function: a frozen record, which does not change with later calls.
 
-    - `micro_steps`: the number of calls. `replays`: calls that were repeated because other ranks had more data, not
-      counted in `micro_steps`.
+    - `micro_steps`: the number of calls. `replays`: calls that were repeated where other ranks waited in their forward,
+      because they had more data or because `skip` dropped one here; not counted in `micro_steps`.
     - `window`: the number of closed windows. `updates`: those with an update; `skipped`: those without.
     - `dropped`: micro-batches that `skip` has dropped.
-    - `index`: the number of micro-batches in the open window; 0 between windows. `size`: the planned number, of the
-      open window or else of the last.
+    - `index`: the number of micro-batches in the open window, dropped ones too; 0 between windows. `size`: the planned
+      number, of the open window or else of the last.
     - `stepped`: whether the last call made an update.
     - `parts`: with `fit`, the number of parts in which the last call ran. `rows`: the rows of the largest part; None
       without `fit`, or if not known.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Updater:
     """Makes the updates of one call's windows, each as its window closes. It holds neither schedulers nor the scaler.
 
-    With `overlap`, an `Overlapped` takes its place, which makes them later. What is empty here is for that.
+    With `overlap`, an `Overlapped` takes its place, which makes them later. It overrides what does nothing here.
     """
 
     def __init__(self, run: Run, settings: Settings, record: Record, watch: BodyWatch) -> None:

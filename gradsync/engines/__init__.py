@@ -1,8 +1,8 @@
-"""One file for each engine, with the same protocol. Engines know nothing of losses, counts or optimizers."""
+"""The engines, with one protocol. They know nothing of counts or optimizers. README.md says what is in which file."""
 
 from gradsync.engines._attach import attach
 from gradsync.engines._buckets import gradients_in, in_pairs
-from gradsync.engines._ddp_forward import is_compiled
+from gradsync.engines._ddp_forward_shortcut import is_compiled
 from gradsync.engines._find import (
     bare,
     behind,

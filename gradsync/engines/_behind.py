@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.engines._buffers_ahead import BuffersOnTheirWay
+from gradsync.engines._buffers_for_overlap import BuffersOnTheirWay
 from gradsync.engines._ddp import DDPEngine
 from gradsync.engines._ddp_usable import insist_on_shapes, note_wires
+from gradsync.engines._muted_parameter_hooks import silent
 from gradsync.engines._protocol import Carrier
-from gradsync.engines._silent_hooks import silent
 from gradsync.engines._to_device import flags_on
 
 if TYPE_CHECKING:

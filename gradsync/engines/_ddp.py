@@ -27,8 +27,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from gradsync._errors import GradSyncError
 from gradsync._state import WIRES
-from gradsync.engines._buffers_ahead import BuffersOnTheirWay
-from gradsync.engines._ddp_forward import as_it_is, moved, shortcut
+from gradsync.engines._buffers_for_overlap import BuffersOnTheirWay
+from gradsync.engines._ddp_forward_shortcut import as_it_is, moved, shortcut
 from gradsync.engines._ddp_usable import (
     Joint,
     check,
@@ -40,9 +40,9 @@ from gradsync.engines._ddp_usable import (
     own_names,
     sparse_parameters,
 )
+from gradsync.engines._muted_parameter_hooks import silent
 from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Carrier, Engine
-from gradsync.engines._silent_hooks import silent
 from gradsync.engines._unused import forget_unused, names_of, unused_message, used_anywhere
 from gradsync.ranks.lost import is_lost
 

@@ -5,7 +5,8 @@
 A `Run` opens one window after another, of a `Team`: the engines, ranks and parameters that take part. Each micro-batch
 has a `Place` in the open window. In the last place the rank's `Share` leaves as a row of a small table, the engines
 synchronise, and what came from all ranks is a `Closing`, with the factor that makes the engines' average the mean. A
-`Loop` is data that ends, on each rank at a time of its own. Nothing in here holds a model or an optimizer.
+`Loop` is data that ends, on each rank at a time of its own. A `Run` refers to models and optimizers weakly; its engines
+may hold a DDP.
 
 Another decorator, with tails, `LossSum` and ranks that differ:
 
@@ -48,7 +49,7 @@ Another decorator, with tails, `LossSum` and ranks that differ:
 >>> for batch in train.over(torch.ones(5, 3, 1)):
 ...     loss = train(batch)
 
-An exception would be `run.discard()`. On engines whose forward communicates, a place of `Role.REPEATS` wants the last
+On an exception, call `run.discard()`. On engines whose forward communicates, a place of `Role.REPEATS` wants the last
 micro-batch run once more, and `run.backward(place, loss)`.
 
 Smaller parts stand alone: arithmetic (`window_size`, `sizes`, `correction`), gradients (`normalise`, `clip`, `norm`,
@@ -57,16 +58,16 @@ micro-batches that do not fit in memory in such a loop (`fit`), and how large on
 """
 
 from gradsync._loss import LossSum, detach, find_loss
+from gradsync.functional._by_hand.no_sync import no_sync
+from gradsync.functional._by_hand.sync_gradients import sync_gradients
 from gradsync.functional._iterator.fit import Fitting, fit
 from gradsync.functional._iterator.micro_step import MicroStep
 from gradsync.functional._iterator.sync_every import sync_every
 from gradsync.functional._loop.items import length, with_last
-from gradsync.functional._loop.lockstep import StandIn
+from gradsync.functional._loop.lockstep_of_forwards import StandIn
 from gradsync.functional._loop.loop import Loop
 from gradsync.functional._parts.in_parts import InParts
 from gradsync.functional._parts.rows_that_fit import rows_that_fit
-from gradsync.functional._team.no_sync import no_sync
-from gradsync.functional._team.sync_gradients import sync_gradients
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.grad_scaler import is_scaling
 from gradsync.functional._update.gradients import all_finite, clip, discard, norm, normalise
@@ -82,16 +83,16 @@ from gradsync.functional._update.update import (
     zero,
 )
 from gradsync.functional._window.boundary import Boundary, Held
-from gradsync.functional._window.closing import Closing
+from gradsync.functional._window.driver import Run
 from gradsync.functional._window.gradient_watch import GradientWatch
 from gradsync.functional._window.place import Place, Role
-from gradsync.functional._window.run import Run
+from gradsync.functional._window.run_settings import Terms, Who
 from gradsync.functional._window.steps import Steps, correction, sizes, window_size
 from gradsync.functional._window.table import Share
 from gradsync.functional._window.tail import Tail, ends_with_data, factor_of_update
-from gradsync.functional._window.terms import Terms, Who
 from gradsync.functional._window.transport import Transport
 from gradsync.functional._window.weigh import weigh
+from gradsync.functional._window.what_came import Closing
 from gradsync.functional._window.window import Window
 
 __all__ = [

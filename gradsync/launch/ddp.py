@@ -19,7 +19,7 @@ def ddp(model: nn.Module, *, compress: Literal["bf16"] | None = None, **kwargs: 
     """The model on `DistributedDataParallel` if there are several ranks and something to train, else the model itself.
 
     With `compress="bf16"` gradients travel, and are added up, in bfloat16. The other keywords are those of
-    `DistributedDataParallel`. A model that is on it already comes back as it is.
+    `DistributedDataParallel`. A model that is on it already comes back itself, with `compress` if that is asked for.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> gradsync.ddp(model) is model  # one process

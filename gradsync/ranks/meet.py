@@ -1,4 +1,4 @@
-"""`meet`: ranks exchange words through the store. It is slow and rare; numbers go through `line`, once a window."""
+"""`meet`: ranks exchange words through the store. It is slow and rare; numbers go through `line`."""
 
 from __future__ import annotations
 

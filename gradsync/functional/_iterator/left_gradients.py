@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradsync.functional._team.team import Team
-    from gradsync.functional._window.run import Run
+    from gradsync.functional._window.driver import Run
 
 _LEFT = "_gradsync_left"  # of a gradient that a window left behind, or an update used: its version then
 
@@ -24,7 +24,8 @@ _LEFT = "_gradsync_left"  # of a gradient that a window left behind, or an updat
 def leave(run: Run, error: BaseException, frame: FrameType | None, loop: Sequence[CodeType]) -> None:
     """The loop is left. Gradients of half a window are its user's, to be dropped before the next begins.
 
-    An exception drops them; `frame` is the one that the loop is in. What it is zipped with may have ended.
+    An exception drops them; `frame` is the one that the loop is in. Where what it is zipped with has ended (FOR_ITER),
+    it is left on purpose.
     """
     if not isinstance(error, GeneratorExit) or not is_left_on_purpose(frame, loop, "FOR_ITER"):
         run.discard()

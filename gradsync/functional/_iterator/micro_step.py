@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from gradsync.functional._team.backward import RunBackward
-    from gradsync.functional._window.closing import Closing
-    from gradsync.functional._window.run import Run
+    from gradsync.functional._window.driver import Run
+    from gradsync.functional._window.what_came import Closing
 
 
 class MicroStep:

@@ -6,13 +6,13 @@ import sys
 from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from gradsync.functional._by_hand.no_sync import check_modules
 from gradsync.functional._iterator.left_gradients import leave
 from gradsync.functional._iterator.micro_step import MicroStep, Turn
 from gradsync.functional._loop.items import length
 from gradsync.functional._loop.loop import Loop
-from gradsync.functional._team.no_sync import check_modules
-from gradsync.functional._window.run import Run
-from gradsync.functional._window.terms import Terms, Who
+from gradsync.functional._window.driver import Run
+from gradsync.functional._window.run_settings import Terms, Who
 from gradsync.ranks.group import require_group
 from gradsync.ranks.meet import insist, meet
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradsync.functional._team.team import Team
-    from gradsync.functional._window.closing import Closing
+    from gradsync.functional._window.driver import Run
     from gradsync.functional._window.place import Place
-    from gradsync.functional._window.run import Run
+    from gradsync.functional._window.what_came import Closing
 
 
 class TurnWatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradsync.functional._loop.lockstep import StandIn
+from gradsync.functional._loop.lockstep_of_forwards import StandIn
 from gradsync.functional._window.place import Role
 from gradsync.functional._window.table import ASKS, NOBODY, Share
 from gradsync.functional._window.tail import ends_with_data
@@ -13,11 +13,11 @@ from gradsync.ranks.lost import WaitingFor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gradsync.functional._loop.lockstep import Lockstep
+    from gradsync.functional._loop.lockstep_of_forwards import Lockstep
     from gradsync.functional._loop.loop_exchange import LoopExchange
     from gradsync.functional._loop.talk import Talk
+    from gradsync.functional._window.driver import Run
     from gradsync.functional._window.place import Place
-    from gradsync.functional._window.run import Run
 
     Exchanges = Callable[[Run], LoopExchange]
 

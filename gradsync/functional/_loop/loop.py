@@ -18,7 +18,7 @@ from gradsync.functional._loop.checks import (
 )
 from gradsync.functional._loop.data_ended import all_know_the_end, places_after_data, places_alone
 from gradsync.functional._loop.items import Data
-from gradsync.functional._loop.lockstep import Lockstep
+from gradsync.functional._loop.lockstep_of_forwards import Lockstep
 from gradsync.functional._loop.loop_exchange import LoopExchange
 from gradsync.functional._loop.talk import Talk
 from gradsync.functional._window.table import NOBODY, UNKNOWN, Share
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import CodeType
 
-    from gradsync.functional._loop.lockstep import StandIn
-    from gradsync.functional._window.run import Run
+    from gradsync.functional._loop.lockstep_of_forwards import StandIn
+    from gradsync.functional._window.driver import Run
 
 T = TypeVar("T")
 
@@ -152,7 +152,7 @@ class Loop:
             Share(
                 left=UNKNOWN if one["left"] is None else one["left"],
                 once=float(one["once"]),
-                open=one["open"] or NOBODY,
+                open=float(run.key) if one["open"] else NOBODY,
             )
             for one in said
         ]

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gradsync.functional._loop.items import Data
-    from gradsync.functional._loop.lockstep import Lockstep
+    from gradsync.functional._loop.lockstep_of_forwards import Lockstep
     from gradsync.functional._loop.talk import Talk
-    from gradsync.functional._window.run import Run
+    from gradsync.functional._window.driver import Run
     from gradsync.functional._window.window import Window
     from gradsync.ranks.line import Sent
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gradsync.functional._team.team import Team
-    from gradsync.functional._window.run import Run
+    from gradsync.functional._window.driver import Run
     from gradsync.ranks.line import Sent
 
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from gradsync._errors import GradSyncError
 from gradsync._loss import find_loss, tensor_of
 from gradsync.engines import find
+from gradsync.functional._by_hand.no_sync import check_modules
 from gradsync.functional._team.hold import Hold
-from gradsync.functional._team.no_sync import check_modules
 from gradsync.parts.before import Before, ForwardState
 from gradsync.parts.out_of_memory import free, is_out_of_memory, let_go
 from gradsync.parts.peak import is_room, meter_of

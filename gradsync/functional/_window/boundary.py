@@ -1,4 +1,4 @@
-"""What synchronises in a place: in the last of a window all engines (`Boundary`), in others none (`Held`).
+"""What synchronises in a place: in the last of a window all engines (`Boundary`), in others mostly none (`Held`).
 
 Both are context managers around the backward, which arms the engines of their `order`. An error of a type in `skip`
 goes no further. Their `closing` is then what came to the window; None in a held place.
@@ -13,9 +13,9 @@ from torch.autograd import Variable
 
 from gradsync.engines import clarify
 from gradsync.functional._team.order import HELD, Order
-from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.factor import factor_of
 from gradsync.functional._window.table import SUMS
+from gradsync.functional._window.what_came import Closing
 from gradsync.ranks.lost import WaitingFor, is_lost, lost
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from gradsync.functional._window.exchange import Exchange
+    from gradsync.functional._window.run_settings import Terms
     from gradsync.functional._window.table import Share
-    from gradsync.functional._window.terms import Terms
     from gradsync.functional._window.transport import Transport
     from gradsync.functional._window.window import Window
     from gradsync.ranks.line import Sent

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradsync.functional._team.team import Team
-    from gradsync.functional._window.terms import Terms
+    from gradsync.functional._window.run_settings import Terms
     from gradsync.functional._window.window import Window
     from gradsync.ranks.line import Sent
 
@@ -22,7 +22,7 @@ class Exchange:
     """How the ranks tell each other their shares of a window that closes.
 
     This is the exchange outside of loops: all ranks make equally many calls, and a table is sent only where shares may
-    differ. In `.over` and in `sync_every` over an iterable, that of `_loop/loop.py` takes its place.
+    differ. In `.over` and in `sync_every` over an iterable, that of `_loop/loop_exchange.py` takes its place.
     """
 
     #: For each rank, whether a micro-batch of it is expected in the window that closes next. Empty: of every rank.
@@ -48,16 +48,16 @@ class Exchange:
     def send(self, window: Window) -> Sent | None:
         """Send this rank's share, without waiting; None where no table is needed.
 
-        Raises if this rank lacks backwards that the other ranks count on.
+        Raises if this rank ran fewer backwards than the window has places: the other ranks count on all of them.
         """
         self.agree(window)
         if self._always or window.kind == SUMS or window.num_own < window.size:
             return window.team.line.send(window.share().row())
         if window.kind != PLAIN and window.num_micro_batches != window.size:
             raise GradSyncError(
-                f"The ranks of {window.team.name} count on {window.size} backwards in each window, for it does not "
-                f"know where the data ends, but there were {window.num_micro_batches} in this one. Run a backward in "
-                "each micro-batch, or give it the iterable: then ranks may differ."
+                f"Each rank must run {window.size} backwards in a window of {window.team.name}, because a loop without "
+                f"an iterable cannot tell the others where its data ends, but there were {window.num_micro_batches} in "
+                "this one. Run a backward in each micro-batch, or give it the iterable: then ranks may differ."
             )
         return None
 

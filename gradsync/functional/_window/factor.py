@@ -46,8 +46,8 @@ _MISSED = (
 
 
 _REPLACED = (
-    "A rank replaced a model, optimizer, scheduler or scaler in the middle of the loop. The data of the rank that has "
-    "fewer had ended, so that no call could bring it the new one. Replace them between loops, or change them in place."
+    "A rank replaced a model, optimizer, scheduler or scaler in the middle of the loop. The rank with fewer changes "
+    "had no items left, so that it never saw the new one. Replace them between loops, or change them in place."
 )
 
 

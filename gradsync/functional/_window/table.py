@@ -31,7 +31,8 @@ class Share(NamedTuple):
     # The sum of the counts of its LossSums. (The ignored errors are about the method of a tuple.)
     count: float | torch.Tensor = 0.0  # type: ignore[assignment] # pyright: ignore[reportIncompatibleMethodOverride]
     loss: float | torch.Tensor | Sequence[torch.Tensor] = 0.0  # the sum of its losses, or those to be summed
-    failed: float | torch.Tensor = 0.0  # 1 if a backward failed: all ranks drop the window
+    # 1 if a backward failed: all ranks drop the window. In a question, if tensor-parallel ranks contradict each other.
+    failed: float | torch.Tensor = 0.0
     closing: float = NOBODY  # the key of the run whose window it closes
     open: float = NOBODY  # the key of the first run of the loop with an open window here
     left: float = 0.0  # items still to come, or UNKNOWN, PERHAPS, ASKS

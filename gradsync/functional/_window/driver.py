@@ -19,9 +19,9 @@ from gradsync.functional._window.boundary import Boundary, Held, Joined
 from gradsync.functional._window.exchange import Exchange, compare_sizes, meet_at_flush
 from gradsync.functional._window.other_runs import insist_on_one_window, land
 from gradsync.functional._window.place import RUNS, Place, Role
+from gradsync.functional._window.run_settings import Terms, Who
 from gradsync.functional._window.steps import window_size
 from gradsync.functional._window.table import PLAIN
-from gradsync.functional._window.terms import Terms, Who
 from gradsync.functional._window.transport import Transport
 from gradsync.functional._window.weigh import weigh
 from gradsync.functional._window.window import Window
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from gradsync.functional._team.backward import RunBackward
     from gradsync.functional._window.boundary import Passage
-    from gradsync.functional._window.closing import Closing
     from gradsync.functional._window.exchange import Exchanges
+    from gradsync.functional._window.what_came import Closing
 
 
 class Run:
@@ -143,8 +143,8 @@ class Run:
         """Run a micro-batch's backward, inside `holding`. In the last place the window synchronises.
 
         Returns None in a held place, and at the boundary what came to the window: make the update, then call `close`.
-        An exception of a type in `skip` is not raised; it drops the window on all ranks. The gradients of a replay
-        weigh nothing.
+        An exception of a type in `skip` is not raised, unless a forward communicates; it drops the window on all ranks.
+        The gradients of a replay weigh nothing.
         """
         window = self.window
         assert window is not None, "a place has been started"

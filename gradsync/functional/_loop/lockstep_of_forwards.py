@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from gradsync.functional._loop.items import Data
     from gradsync.functional._loop.talk import Talk
-    from gradsync.functional._window.run import Run
+    from gradsync.functional._window.driver import Run
     from gradsync.functional._window.window import Window
     from gradsync.ranks.line import Sent
 
