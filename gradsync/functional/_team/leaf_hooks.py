@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from gradsync._state import SILENT
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
@@ -63,6 +65,8 @@ class PlainBackward:
         self._handles, self._nodes = [], []
 
     def _reach(self, leaf: int, _: object) -> None:
+        if leaf in SILENT:
+            return
         self.reached.add(leaf)
         self._begin()
 
