@@ -129,6 +129,7 @@ class Turn:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        self._current = None  # also where the loop was left before the step's backward
         try:
             self._watch.end()
             if self._over is not None and self._over():
@@ -185,7 +186,7 @@ class Turn:
                 f"Each micro-step runs one backward, in its own turn of the loop, but micro-step {step.index} of "
                 f"window {step.window} ran "
                 + ("a second one. Add the losses up and call step.backward once." if again else
-                   "one out of turn. Call its backward before the loop draws the next item.")
+                   "one out of turn. Call its backward before the loop draws the next item, or is left.")
             )  # fmt: skip
         place = self._place
         assert place is not None, "a step has one"
