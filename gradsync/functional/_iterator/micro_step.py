@@ -106,8 +106,10 @@ class Turn:
         self._watch = TurnWatch(run, self._join)
 
     def end(self) -> None:
-        """Called after the loop."""
+        """Called after the loop. The models go with their user's last reference: steps may be kept for longer."""
         self._watch.end_loop()
+        self._over, self._hold = None, NO_RANGE
+        self._run.forget_team()
 
     def at(self, place: Place) -> Turn:
         """Context manager: inside, holds and hooks are in place for the `MicroStep` of a place."""
