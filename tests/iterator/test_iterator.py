@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
@@ -96,3 +98,21 @@ def synchronised_by_hand(engine: str, explicit: bool, before: bool) -> None:
 def test_gradients_that_the_body_synchronises_too(ranks, engine, explicit, before):
     """What is synchronised already stays as it is. Its collectives are no backward of the user's."""
     ranks(2).run(synchronised_by_hand, engine, explicit, before)
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_lazy_layers_on_one_rank(steps, explicit):
+    """Their first forward is in the loop, as without gradsync."""
+    model, twin = (nn.Sequential(nn.LazyLinear(5), nn.Tanh(), nn.LazyLinear(2)).double() for _ in range(2))
+    torch.manual_seed(5)
+    twin(micro_batch(0, 0))
+    torch.manual_seed(5)
+    optimizer = FullRecorder(model.parameters())
+    for step, i in gradsync.sync_every(model, steps, range(4)):
+        loss = mean_loss(model, micro_batch(0, i))
+        step.backward(loss) if explicit else (loss / step.size).backward()
+        if step.last:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal_updates(optimizer.seen, train(twin, cut([4], steps), window_mean)[0])

@@ -63,7 +63,7 @@ class Snapshot:
     owned: Sequence[int]  # the ids of the optimizers' parameters
     roots: Sequence[int]  # the ids of the models
     modules: Sequence[_Module]  # all modules in them
-    kinds: Collection[type]  # the classes of these
+    kinds: Collection[type]  # the classes of these; of a lazy one what it becomes
     wrappers: Sequence[tuple[int, int]]  # places and ids of the modules that an engine is made for
     emptied: Sequence[int]  # the ids of the modules whose parameters an engine has put into others
     group: object  # the default process group
@@ -105,7 +105,7 @@ class Snapshot:
             owned=[*map(id, mine)],
             roots=[*map(id, models)],
             modules=[*map(_Module.of, every, theirs)],
-            kinds={*map(type, every)},
+            kinds={*map(_kind, every)},
             wrappers=[
                 (place, id(module))
                 for model in models
@@ -186,6 +186,12 @@ def _parameters_of(module: nn.Module, gathered: Gathered) -> Collection[nn.Param
     beside = ((name, one) for name, one in vars(module).items() if isinstance(one, torch.Tensor))
     own.update((name, gathered[one]) for name, one in beside if one in gathered)
     return own.values()
+
+
+def _kind(module: nn.Module) -> type:
+    """The class of a module; of a lazy one that which it gets in its first forward."""
+    kind: type = getattr(module, "cls_to_become", None) or type(module)
+    return kind
 
 
 def _is_alike(then: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
