@@ -97,9 +97,13 @@ class FSDP2Engine(Engine):
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
-        params = self._params
-        _make_unsharded(params)
-        return [param._unsharded_param for param in params]
+        _make_unsharded(self._params)
+        for state in self._states:
+            # A parameter with its own all-gather (float8) is made by the first one only. All ranks are here then.
+            if not all(hasattr(p, "_unsharded_param") for group in _torch.groups_of(state) for p in group.fsdp_params):
+                state._modules[0].unshard()
+                state._modules[0].reshard()
+        return [param._unsharded_param for param in self._params]
 
     @property
     def gathered(self) -> dict[torch.Tensor, nn.Parameter]:
