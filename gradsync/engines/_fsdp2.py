@@ -28,7 +28,7 @@ from gradsync.engines._flags import flags_on
 from gradsync.engines._fsdp2_refused import insist_on_shards, refuse_other_reductions
 from gradsync.engines._mesh import one_dimension, other_dimensions, whole_group
 from gradsync.engines._privates import check_torch
-from gradsync.engines._protocol import Engine
+from gradsync.engines._protocol import Engine, trained_alike
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -103,7 +103,7 @@ class FSDP2Engine(Engine):
             if not all(hasattr(p, "_unsharded_param") for group in _torch.groups_of(state) for p in group.fsdp_params):
                 state._modules[0].unshard()
                 state._modules[0].reshard()
-        return [param._unsharded_param for param in self._params]
+        return [trained_alike(param._unsharded_param, [param.sharded_param]) for param in self._params]
 
     @property
     def gathered(self) -> dict[torch.Tensor, nn.Parameter]:
@@ -262,7 +262,6 @@ class FSDP2Engine(Engine):
         )
         _remove(self._watches)
         for leaf, param in zip(self.leaves, params, strict=True):
-            leaf.requires_grad_(param.sharded_param.requires_grad)
             if leaf.requires_grad:
                 note = partial(_note, used, weakref.ref(param))
                 self._watches.append(leaf.register_post_accumulate_grad_hook(note))
