@@ -44,6 +44,9 @@ STEPPING: list[int] = []
 SWITCHING = Lock()
 """Held while `requires_grad` of a bystander is switched: two threads may hold the same teacher."""
 
+SILENT: set[int] = set()
+"""The ids of parameters whose hooks gradsync runs now, without a gradient: that is no backward of the user's."""
+
 SAID_OF_TORCH: set[str] = set()
 """Warnings about an unknown torch that were given already: each is given once a process, whatever the filters."""
 

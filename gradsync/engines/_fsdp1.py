@@ -21,7 +21,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingSt
 
 from gradsync._errors import GradSyncError
 from gradsync.engines._privates import check_torch
-from gradsync.engines._protocol import Engine
+from gradsync.engines._protocol import Engine, trained_alike
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -93,7 +93,7 @@ class FSDP1Engine(Engine):
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
-        return [handle.flat_param for handle in self._handles]
+        return [trained_alike(flat, flat._params or [flat]) for flat in (handle.flat_param for handle in self._handles)]
 
     @property
     def gathered(self) -> dict[torch.Tensor, nn.Parameter]:

@@ -27,7 +27,7 @@ from gradsync.engines import _fsdp2_state, _torch
 from gradsync.engines._fsdp2_refused import insist_on_shards, refuse_other_reductions
 from gradsync.engines._mesh import one_dimension, other_dimensions, whole_group
 from gradsync.engines._privates import check_torch
-from gradsync.engines._protocol import Engine
+from gradsync.engines._protocol import Engine, trained_alike
 from gradsync.engines._to_device import flags_on
 
 if TYPE_CHECKING:
@@ -97,9 +97,13 @@ class FSDP2Engine(Engine):
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
-        params = self._params
-        _make_unsharded(params)
-        return [param._unsharded_param for param in params]
+        _make_unsharded(self._params)
+        for state in self._states:
+            # A parameter with its own all-gather (float8) is made by the first one only. All ranks are here then.
+            if not all(hasattr(p, "_unsharded_param") for group in _torch.groups_of(state) for p in group.fsdp_params):
+                state._modules[0].unshard()
+                state._modules[0].reshard()
+        return [trained_alike(param._unsharded_param, [param.sharded_param]) for param in self._params]
 
     @property
     def gathered(self) -> dict[torch.Tensor, nn.Parameter]:
@@ -258,7 +262,6 @@ class FSDP2Engine(Engine):
         )
         _remove(self._watches)
         for leaf, param in zip(self.leaves, params, strict=True):
-            leaf.requires_grad_(param.sharded_param.requires_grad)
             if leaf.requires_grad:
                 note = partial(_note, used, weakref.ref(param))
                 self._watches.append(leaf.register_post_accumulate_grad_hook(note))

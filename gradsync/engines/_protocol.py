@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch import nn
@@ -183,3 +183,11 @@ class Engine:
         """Discard what is accumulated."""
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def trained_alike(leaf: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The leaf, frozen unless one of its parameters is trained: an engine would see to that in its next forward."""
+    trained = any(parameter.requires_grad for parameter in parameters)
+    if leaf.requires_grad != trained:
+        leaf.requires_grad_(trained)
+    return leaf

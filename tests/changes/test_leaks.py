@@ -118,6 +118,42 @@ def test_on_one_rank_everything_is_freed(how):
     assert dropped("bare", how, [6]) == []
 
 
+def at_once(kind: str, how: str) -> list[str]:
+    """What is still there of a model behind its loops, before a collection."""
+
+    def loop() -> list[weakref.ref]:
+        model = home_of(kind, small_model())
+        refs = [weakref.ref(one) for one in (model, *model.parameters())]
+        steps = gradsync.sync_every(model, 3)
+        for micro, x in zip(steps, X) if how == "zipped" else gradsync.sync_every(model, 3, iter(X) if how == "iterator" else X):
+            mean_loss(model, x).backward() if how == "plain" else micro.backward(mean_loss(model, x))
+            if micro.last:
+                model.zero_grad()
+            if how == "break" and micro.window:
+                break
+        kept.append(micro)
+        return refs
+
+    kept: list = []
+    loop()  # what torch imports at first may keep some frames
+    gc.collect()
+    gc.disable()
+    try:
+        return [type(left).__name__ for ref in loop() if (left := ref()) is not None]
+    finally:
+        gc.enable()
+
+
+X = [micro_batch(0, i) for i in range(7)]
+
+
+@pytest.mark.parametrize("how", ["sized", "iterator", "zipped", "plain", "break"])
+@pytest.mark.parametrize(("kind", "size"), [("bare", 1), ("bare", 2), ("ddp", 2)])
+def test_a_loop_over_sync_every_leaves_no_cycles_with_the_model_in_them(ranks, kind, size, how):
+    """Parameters that wait for a collection are memory that the next model does not have."""
+    assert ranks(size).run(at_once, kind, how) == [[]] * size
+
+
 def last_batch(kind: str) -> list[str]:
     """The model lives on; the batches of a loop that has ended do not."""
     rank = dist.get_rank()

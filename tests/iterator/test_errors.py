@@ -32,6 +32,18 @@ def test_a_backward_out_of_turn():
             steps[0].backward(mean_loss(model, x))
 
 
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_backward_behind_a_loop_that_was_left(at, explicit):
+    model = small_model()
+    for step, x in gradsync.sync_every(model, 2, [X, X, X]):
+        if step.index == at:
+            break
+        step.backward(mean_loss(model, x)) if explicit else mean_loss(model, x).backward()
+    with pytest.raises(GradSyncError, match=f"micro-step {at} of window 0 ran one out of turn. .* or is left"):
+        step.backward(mean_loss(model, X))
+
+
 def test_a_step_that_has_closed_an_empty_window_goes_on_to_say_so():
     """Also when the loop has gone on, to windows that are not empty."""
     model, steps = small_model(), []

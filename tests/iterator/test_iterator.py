@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
@@ -13,6 +15,7 @@ from tests.support.compare import assert_equal_updates
 from tests.support.models import small_model
 from tests.support.recorder import Recorder
 from tests.support.reference import cut, mean_loss, micro_batch, sum_loss, train, window_mean
+from tests.support.verdicts import FullRecorder, on_engine
 from tests.support.wire import num_collectives
 
 
@@ -71,3 +74,45 @@ def test_counts_of_zero_in_sync_every_leave_no_gradient():
     for step, x in gradsync.sync_every(model, 2, [micro_batch(0, i) for i in range(2)]):
         step.backward(sum_loss(model, x) * 0, count=0)
     assert all(p.grad is None for p in model.parameters())
+
+
+def synchronised_by_hand(engine: str, explicit: bool, before: bool) -> None:
+    """A body that also calls `sync_gradients`, as the loop by hand did: before the last backward, or behind it."""
+    home = on_engine(small_model(unused=False), engine)
+    optimizer = FullRecorder(home.parameters())
+    for step, i in gradsync.sync_every(home, 3, range(9)):
+        if before and step.last:
+            gradsync.sync_gradients(home)
+        loss = mean_loss(home, micro_batch(dist.get_rank(), i))
+        step.backward(loss) if explicit else (loss / step.size).backward()
+        if step.last:
+            if not before:
+                gradsync.sync_gradients(home)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal_updates(optimizer.seen, train(small_model(unused=False), cut([9, 9], 3), window_mean)[0])
+
+
+@pytest.mark.parametrize(("explicit", "before"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("engine", ["bare", "ddp", "find_unused", "views"])
+def test_gradients_that_the_body_synchronises_too(ranks, engine, explicit, before):
+    """What is synchronised already stays as it is. Its collectives are no backward of the user's."""
+    ranks(2).run(synchronised_by_hand, engine, explicit, before)
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_lazy_layers_on_one_rank(steps, explicit):
+    """Their first forward is in the loop, as without gradsync."""
+    model, twin = (nn.Sequential(nn.LazyLinear(5), nn.Tanh(), nn.LazyLinear(2)).double() for _ in range(2))
+    torch.manual_seed(5)
+    twin(micro_batch(0, 0))
+    torch.manual_seed(5)
+    optimizer = FullRecorder(model.parameters())
+    for step, i in gradsync.sync_every(model, steps, range(4)):
+        loss = mean_loss(model, micro_batch(0, i))
+        step.backward(loss) if explicit else (loss / step.size).backward()
+        if step.last:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal_updates(optimizer.seen, train(twin, cut([4], steps), window_mean)[0])

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gradsync import GradSyncError, sync_every
-from tests.support.models import small_model
+from tests.support.homes import home_of
+from tests.support.models import net, small_model
 from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
 from tests.support.verdicts import FullRecorder, compare, exact, on_engine, refused, verdict, verdicts
 
@@ -240,3 +241,66 @@ def test_what_is_no_backward_of_the_model(ranks, engine, order):
 @pytest.mark.parametrize("engine", ["bare", "ddp", "views"])
 def test_what_the_body_does_on_the_last_micro_step(ranks, engine):
     exact(verdicts(ranks(2), habit, engine, {"after": halve_and_double, "at": At(None, 2)}))
+
+
+def swap_halves(model: nn.Module, window: int) -> None:
+    """Freeze one half of the model, and train the other."""
+    for half, trained in ((model.first, window % 2 == 0), (model.second, window % 2 == 1)):
+        for parameter in half.parameters():
+            parameter.requires_grad_(trained)
+
+
+def halves_in_turn(engine: str, explicit: bool, steps: int) -> None:
+    home, twin = home_of(engine), net()
+    for model in (home.net, twin):
+        swap_halves(model, 0)
+        model.scale.requires_grad_(False)
+    optimizer = torch.optim.SGD(home.model.parameters(), lr=0.1)
+    for step, i in sync_every(home.model, steps, range(4 * steps)):
+        loss = mean_loss(home.model, micro_batch(home.rank, i, width=4))
+        step.backward(loss) if explicit else (loss / steps).backward()
+        if step.last:
+            optimizer.step()
+            optimizer.zero_grad()
+            swap_halves(home.net, step.window + 1)
+    for window, places in enumerate(cut([4 * steps] * home.size, steps)):
+        swap_halves(twin, window)
+        trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
+        loss = sum(mean_loss(twin, micro_batch(*place, width=4)) for place in places) / len(places)
+        with torch.no_grad():
+            for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
+                parameter.sub_(0.1 * gradient)
+    for name, parameter in home.full().items():
+        torch.testing.assert_close(parameter, dict(twin.named_parameters())[name].detach())
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize("engine", ["bare", "ddp", "fsdp1_full_orig", "fsdp2"])
+def test_halves_that_are_frozen_in_turn(ranks, engine, explicit, steps):
+    """Sharded engines look at what is frozen in their forwards only, and hooks are set before."""
+    ranks(2).run(halves_in_turn, engine, explicit, steps)
+
+
+def beside_when_thawed(engine: str):
+    """A layer is trained from the second window on, and a backward comes beside in its first micro-step."""
+    home = home_of(engine)
+    for parameter in home.net.second.parameters():
+        parameter.requires_grad_(False)
+
+    def run() -> None:
+        for step, i in sync_every(home.model, 2, range(6)):
+            step.backward(mean_loss(home.model, micro_batch(home.rank, i, width=4)))
+            if i == 2:
+                mean_loss(home.model, micro_batch(home.rank, i, width=4)).backward()
+            if step.last:
+                home.model.zero_grad()
+                for name, parameter in home.net.named_parameters():
+                    parameter.requires_grad_("second" in name)
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize("engine", ["bare", "ddp", "fsdp1_full_orig", "fsdp2", "fsdp2_gathered"])
+def test_a_backward_beside_it_through_what_has_just_been_thawed(ranks, engine):
+    refused(verdicts(ranks(2), beside_when_thawed, engine), "a plain backward of the same model came beside it")

@@ -110,8 +110,10 @@ class Turn:
         self._watch = TurnWatch(run, self._join)
 
     def end(self) -> None:
-        """Called after the loop."""
+        """Called after the loop. The models go with their user's last reference: steps may be kept for longer."""
         self._watch.end_loop()
+        self._over, self._hold = None, NO_RANGE
+        self._run.forget_team()
 
     def at(self, place: Place) -> Turn:
         """Context manager: inside, holds and hooks are in place for the `MicroStep` of a place."""
@@ -131,6 +133,7 @@ class Turn:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        self._current = None  # also where the loop was left before the step's backward
         try:
             self._watch.end()
             if self._over is not None and self._over():
@@ -187,7 +190,7 @@ class Turn:
                 f"Each micro-step runs one backward, in its own turn of the loop, but micro-step {step.index} of "
                 f"window {step.window} ran "
                 + ("a second one. Add the losses up and call step.backward once." if again else
-                   "one out of turn. Call its backward before the loop draws the next item.")
+                   "one out of turn. Call its backward before the loop draws the next item, or is left.")
             )  # fmt: skip
         self._watch.before_backward(place)
         self._state = _BEGUN

@@ -34,7 +34,7 @@ class TurnWatch:
         self._came = came
         self._arrivals: Arrivals | None = None  # hooks at the parameters of the current team
         self._plain: PlainBackward | None = None  # hooks for a plain backward that is to synchronise
-        self._is_ours = False  # whether the backward that runs is that of `step.backward`
+        self._listens = False  # whether a gradient that arrives now says something new
         self._gradients = GradientWatch()
         self._older: Sequence[torch.Tensor] = ()  # for each gradient that a window began with: whether it was not zero
         self._place: Place | None = None  # of the current turn
@@ -43,16 +43,17 @@ class TurnWatch:
 
     def begin(self, place: Place) -> None:
         """A turn begins."""
-        self._place, self.closing, self._is_ours = place, None, False
+        self._place, self.closing = place, None
         if not place.index:
             self._begin_window()
         if not self.is_explicit and self._run.synchronises(place):
             team = self._run.fitting_team()
             self._plain = PlainBackward(team.leaves, self._came, team.swapped)
+        self._listens = self._plain is None
 
     def end(self) -> None:
         """A turn ends."""
-        self._place = None
+        self._place, self._listens = None, False
         if self._plain is not None:
             self._stop()
 
@@ -74,7 +75,8 @@ class TurnWatch:
 
     def _arrive(self, _: torch.Tensor) -> None:
         """A gradient has arrived at a parameter."""
-        if not self._is_ours and self._plain is None and self._place is not None:
+        if self._listens:
+            self._listens = self.is_explicit  # a plain loop is noted once in each turn
             self._came()
 
     @property
@@ -86,7 +88,7 @@ class TurnWatch:
         """The user has called `step.backward`, for the first time in this turn."""
         if not self.is_explicit and self._run.is_plain:
             raise mixed(place)
-        self.is_explicit = self._is_ours = True
+        self.is_explicit, self._listens = True, False
         if self._plain is not None:
             self._stop()
         if not place.index:
@@ -108,7 +110,7 @@ class TurnWatch:
 
     def after_backward(self, place: Place, closing: Closing | None) -> None:
         """That backward has ended."""
-        self._is_ours = False
+        self._listens = True
         if closing is None:
             self._gradients.remember()
         elif closing.factor != 1.0 and any(self._older):

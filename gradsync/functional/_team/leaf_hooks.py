@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
+
+from gradsync._state import SILENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -22,7 +25,8 @@ class Arrivals:
 
     def __init__(self, leaves: Iterable[torch.Tensor], came: Callable[[torch.Tensor], None]) -> None:
         trained = [leaf for leaf in leaves if leaf.requires_grad]
-        self._handles = [(leaf, leaf.register_post_accumulate_grad_hook(came)) for leaf in trained]
+        with _also_lazy():
+            self._handles = [(leaf, leaf.register_post_accumulate_grad_hook(came)) for leaf in trained]
 
     def stop(self) -> None:
         """Call it no longer."""
@@ -48,9 +52,11 @@ class PlainBackward:
         self._handles: list[Any] = []
         self._nodes: list[Any] = []  # kept alive, because a leaf refers to its node weakly
         for leaf in leaves:
-            if leaf.requires_grad and id(leaf) in swapped:
+            if leaf.requires_grad and (id(leaf) in swapped or is_lazy(leaf)):
                 # A tensor hook cannot tell torch.autograd.grad from a backward; nobody can call that for such a leaf.
-                self._handles.append(leaf.register_hook(partial(self._reach, id(leaf))))
+                # A lazy one gets another node in its first forward.
+                with _also_lazy():
+                    self._handles.append(leaf.register_hook(partial(self._reach, id(leaf))))
             elif leaf.requires_grad:
                 node = get_gradient_edge(leaf).node
                 self._nodes.append(node)
@@ -63,8 +69,14 @@ class PlainBackward:
         self._handles, self._nodes = [], []
 
     def _reach(self, leaf: int, _: object) -> None:
+        if leaf in SILENT:
+            return
         self.reached.add(leaf)
         self._begin()
+
+
+# A context in which parameters of lazy modules (on one rank) take hooks before they have a shape, and keep them.
+_also_lazy = torch._C.DisableTorchFunctionSubclass
 
 
 @contextmanager

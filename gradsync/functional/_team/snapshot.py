@@ -89,7 +89,7 @@ class Snapshot:
             [*map(id, (*self._trained, *self._beside))],
             len(found),
             self._owned,
-            {*map(type, every)},
+            {*map(_kind, every)},
             [(place, id(module)) for place, module in enumerate(every) if is_engine(type(module))],
             dist.group.WORLD if several_ranks() else None,
         )
@@ -152,6 +152,12 @@ def _parameters_of(module: nn.Module, gathered: Gathered) -> Collection[nn.Param
     beside = ((name, one) for name, one in vars(module).items() if isinstance(one, torch.Tensor))
     own.update((name, gathered[one]) for name, one in beside if one in gathered)
     return own.values()
+
+
+def _kind(module: nn.Module) -> type:
+    """The class of a module; of a lazy one that which it gets in its first forward."""
+    kind: type = getattr(module, "cls_to_become", None) or type(module)
+    return kind
 
 
 def _is_alike(then: tuple[Any, ...], now: tuple[Any, ...]) -> bool:

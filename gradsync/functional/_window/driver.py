@@ -260,6 +260,10 @@ class Run:
         self.window = None
         OPEN.discard(self)
 
+    def forget_team(self) -> None:
+        """Called after the last window: a run is in cycles with its loop, and they wait for a garbage collection."""
+        self.team, self._exchange = None, self._alone
+
     def discard(self) -> None:
         """Discard the open window and its gradients, those inside engines too."""
         if self.window is not None:
