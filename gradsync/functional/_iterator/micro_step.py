@@ -133,7 +133,6 @@ class Turn:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._current = None  # also where the loop was left before the step's backward
         try:
             self._watch.end()
             if self._over is not None and self._over():
