@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 import torch.distributed as dist
 from torch import nn
 
@@ -142,3 +143,29 @@ def named_together() -> None:
 
 def test_what_the_error_says_to_do(ranks):
     ranks(2).run(named_together)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own reading
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "step.backward"])
+def test_compiled_autograd(plain):
+    """torch drops the callback by which a plain backward tells that it ends. step.backward needs none."""
+    model, twin = small_model(), small_model()
+    optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin))
+
+    def loop() -> None:
+        for step, x in gradsync.sync_every(model, 2, [X, X]):
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+                loss = mean_loss(model, x)
+                loss.backward() if plain else step.backward(loss)
+            if step.last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    if plain:
+        with pytest.raises(GradSyncError, match="must tell when it ends, .* Call step.backward"):
+            loop()
+        return
+    loop()
+    mean_loss(twin, X).backward()
+    other.step()
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()])

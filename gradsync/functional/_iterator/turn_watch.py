@@ -131,6 +131,12 @@ class TurnWatch:
             return
         if self.closing is None:
             self._run.insist_on_same(self._place)  # what was unfrozen in the body has had no backward of the window's
+            if self._place.last and self.reached:
+                raise GradSyncError(
+                    "A plain backward on the last micro-step of a window must tell when it ends, because the window "
+                    f"synchronises there, but that of window {self._place.window} did not: torch passes over such "
+                    "callbacks under compiled autograd. Call step.backward(loss) in each micro-step."
+                )
             where = "before the backward of the last one" if self._place.last else "on one that is held"
             raise GradSyncError(
                 "An optimizer may step on the last micro-step of a window only, behind its backward, where the "
