@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _USED_HERE = "_gradsync_used_here"  # whether this rank used it in its very first micro-batch, by parameter
 _USED_ANYWHERE = "_gradsync_used_anywhere"  # on how many ranks that was so
+_HALF = "_gradsync_knows_half"  # whether its very first backward failed before all parameters were reached
 _HELD = "_gradsync_held_before_first"  # the hook of a DDP that was held before its very first synchronisation
 
 
@@ -78,11 +79,22 @@ class StaticEngine(DDPEngine):
             else:
                 loss.register_hook(lambda _: self._queue_delayed_reduction())
 
+    def trainable(self) -> bool:
+        if _HALF in vars(self._ddp):
+            raise GradSyncError(
+                "The very first backward of a DDP with static_graph=True must succeed on every rank, because torch "
+                "learns in it what the graph is, but that of this DDP failed half-way. Make the DDP anew, or leave "
+                "static_graph out."
+            )
+        return super().trainable()
+
     def abort(self) -> None:
-        if self._is_first:
-            self._reduce_first()  # it was queued for the end of the backward
-        else:
+        if not self._is_first:
             super().abort()
+            return
+        self._reduce_first()  # it was queued for the end of the backward
+        if not all(vars(self._ddp)[_USED_HERE]):
+            vars(self._ddp)[_HALF] = True
 
     def finish(self) -> None:
         if self._is_first:
@@ -177,6 +189,7 @@ class StaticEngine(DDPEngine):
         super()._rebuild_reducer()
         vars(self._ddp).pop(_USED_HERE, None)
         vars(self._ddp).pop(_USED_ANYWHERE, None)
+        vars(self._ddp).pop(_HALF, None)
         self._ddp._static_graph_delay_allreduce_enqueued, self._owes_first = False, True
         self._reducer._set_static_graph()
 

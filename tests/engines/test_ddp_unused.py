@@ -19,6 +19,7 @@ from tests.support.compare import assert_equal_updates
 from tests.support.models import small_model
 from tests.support.recorder import Recorder
 from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
+from tests.support.verdicts import refused, verdict, verdicts
 
 
 def searched() -> tuple[DDP, Recorder]:
@@ -442,3 +443,37 @@ def known_to_torch_first() -> list[str]:
 def test_a_static_graph_that_changes_after_a_loop_of_torchs_own_is_an_error(ranks):
     for one, two, three in ranks(2).run(known_to_torch_first):
         assert one == three == "" and "used heads.1.weight, heads.1.bias, which the first" in two
+
+
+class FailsAtTheLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        raise ArithmeticError
+
+
+def a_first_backward_that_fails(skip: bool):
+    model = DDP(small_model(unused=False), static_graph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @accumulating(steps=2, skip=ArithmeticError if skip else ())
+    def step(model, optimizer, x, fails):
+        loss = mean_loss(model, x)
+        return FailsAtTheLoss.apply(loss) if fails else loss
+
+    def run() -> None:
+        with contextlib.nullcontext() if skip else contextlib.suppress(ArithmeticError):
+            step(model, optimizer, micro_batch(dist.get_rank(), 0), fails=True)
+        step(model, optimizer, micro_batch(dist.get_rank(), 1), fails=False)
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_static_graph_whose_very_first_backward_fails_is_an_error(ranks, skip):
+    """torch knows half of the graph then, and ended the process in a later backward."""
+    said = verdicts(ranks(2), a_first_backward_that_fails, skip)
+    refused(said, "very first backward of a DDP with static_graph=True must succeed")

@@ -79,6 +79,8 @@ class Window:
         """
         if self.team.forward_communicates or cannot_be_skipped(error):
             return False
+        for engine in self.active:
+            engine.trainable()  # raises where the engine cannot go on after such a failure (a static graph)
         self.num_dropped += 1
         self.failed = True
         self.team.drop_gradients()
