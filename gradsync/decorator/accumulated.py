@@ -46,6 +46,9 @@ class Accumulated(Generic[P, R_co]):
     if TYPE_CHECKING:  # wrapt has these, and the attributes of the function
         __wrapped__: Callable[P, R_co]
 
+        @property
+        def _calls(self) -> Calls: ...
+
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
             """Run one micro-batch; returns what the function returned, its loss detached."""
             ...
@@ -57,10 +60,6 @@ class Accumulated(Generic[P, R_co]):
             self: Accumulated[Concatenate[S, Q], R_co], instance: S, owner: type | None = None, /
         ) -> Accumulated[Q, R_co]: ...
         def __get__(self, instance: Any, owner: Any = None, /) -> Any: ...
-
-    @property
-    def _calls(self) -> Calls:
-        raise NotImplementedError
 
     @property
     def _instance(self) -> object:

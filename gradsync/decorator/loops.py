@@ -88,9 +88,8 @@ def _goes_on(loop: Loop) -> bool:
     if loop.data.num_calls:
         return now == then
     # All items were drawn without a call: this is the first call, in the function that drew them.
-    drawn = then if isinstance(then, tuple) else ()
     return loop.data.num_items > 1 and any(
-        frame[0] == now[0][0] and drawn[place + 1 :] == now[1:] for place, frame in enumerate(drawn)
+        frame[0] == now[0][0] and then[place + 1 :] == now[1:] for place, frame in enumerate(then)
     )
 
 

@@ -12,13 +12,13 @@ from gradsync._errors import GradSyncError
 
 def several_ranks() -> bool:
     """Whether a process group of more than one rank is initialised."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def require_group(caller: str) -> None:
     """Raise if torchrun has started several processes, and this process has no process group."""
     size = os.environ.get("WORLD_SIZE", "1")
-    if size.isdigit() and int(size) > 1 and not (dist.is_available() and dist.is_initialized()):
+    if size.isdigit() and int(size) > 1 and not dist.is_initialized():
         raise GradSyncError(
             f"{caller} needs the process group of this job, for WORLD_SIZE is {size}, but none is initialised: each "
             "rank would train a model of its own. Put the program inside `with gradsync.process_group():`, or call "

@@ -24,8 +24,7 @@ def is_lost(error: BaseException) -> bool:
     """Whether `error` means that another rank has died, hangs, or cannot be reached."""
     if not isinstance(error, RuntimeError) or isinstance(error, GradSyncError):
         return False
-    kinds = getattr(dist, "DistError", ())  # absent where torch was built without distributed
-    return isinstance(error, kinds) or _WORDS.search(str(error)) is not None
+    return isinstance(error, dist.DistError) or _WORDS.search(str(error)) is not None
 
 
 def cannot_be_skipped(error: BaseException) -> bool:

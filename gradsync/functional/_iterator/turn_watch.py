@@ -176,7 +176,7 @@ def mixed(place: Place) -> GradSyncError:
 
 def _insist_on_models(left: Sequence[nn.Parameter]) -> None:
     """Raise unless these parameters are those of a loop that is zipped with this one."""
-    others = [run.window.team.ids for run in OPEN if run.window is not None]
+    others = [run.team.ids for run in OPEN]
     left = [one for one in left if not any(id(one) in ids for ids in others)]
     if left:
         raise GradSyncError(

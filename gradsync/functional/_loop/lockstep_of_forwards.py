@@ -60,7 +60,7 @@ class Lockstep:
         if not talk.is_in_lockstep or callable(run.terms.steps) or len(talk.called) > 1 or len(talk.runs()) > 1:
             return
         lefts = [share.left for share in shares]
-        is_out_of_date = bool(shares) and shares is self._planned_by  # the window that they were for was discarded
+        is_out_of_date = shares is self._planned_by  # the window that they were for was discarded
         if is_out_of_date or PERHAPS in lefts or UNKNOWN in lefts:
             return
         if max(lefts) >= window.size:
@@ -88,8 +88,8 @@ class Lockstep:
         talk, run = self._talk, self._talk.chief
         assert run is not None, "they have met"
         alone = len(talk.known) == 1
-        if run.window is None and alone and any(share.left for share in talk.shares):
-            stand_in(run, Role.REPEATS)  # opens the window, which plans it
+        if alone and any(share.left for share in talk.shares):
+            stand_in(run, Role.REPEATS)  # opens the window if none is, which plans it
         if run.window is not None and self._planned is not None:
             return StandIn(run, stand_in(run, _role(run))._replace(last=run.index + 1 >= self._planned))
         shares = self._said_ahead(run)

@@ -43,7 +43,7 @@ class Loop:
         self.thread = get_ident()
         self.data = Data(length)
         self.is_superseded = False  # whether another loop of the same calls has begun before the end of this one
-        self.called_from: object = None  # where the last call came from, if there were items without a call
+        self.called_from: tuple[Any, ...] = ()  # where the last call came from, if there were items without a call
         self.kept: dict[Run, Any] = {}  # keeps what a replay needs alive until the loop ends
         self.is_uneven = False  # whether ranks are known to have different numbers of items
         self.driver: tuple[int, CodeType] | None = None  # the function call that draws the items
@@ -108,8 +108,7 @@ class Loop:
 
     def _beside(self) -> list[Loop]:
         """The other loops of this thread that are under way."""
-        others = [one for one in LOOPS if one is not self and one.thread == self.thread]
-        return [one for one in others if is_running(one.driver)]
+        return [one for one in LOOPS if one is not self and is_running(one.driver)]
 
     # -- meetings ---------------------------------------------------------------------------------------------------
 
@@ -118,7 +117,7 @@ class Loop:
         talk = self._talk
         if talk.chief is None:
             self._meet(run)
-        elif run.team is None and talk.team.num_ranks > 1:
+        elif run.team is None:
             talk.announce(run)
         talk.called.append(run)
         talk.check_keys()

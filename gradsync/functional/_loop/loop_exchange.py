@@ -43,7 +43,7 @@ class LoopExchange(Exchange):
 
     def enter(self, run: Run) -> bool:
         talk, data = self._talk, self._data
-        if self._has_told_end and talk.team.num_ranks > 1:
+        if self._has_told_end:
             raise GradSyncError(
                 f"Each item of {talk.name} has had one call, and so the call for the last item has closed the last "
                 "window, on all ranks; but one more call came for it. Make as many calls for each item, or call after "

@@ -51,7 +51,7 @@ class Talk:
         for run in self.called:  # asked in each call, where a generator would cost more than the answer
             if run.team is not None and run.team.lockstep:
                 return True
-        return self.chief is not None and self.chief.team is not None and self.chief.team.lockstep
+        return self.chief is not None and self.team.lockstep
 
     @property
     def first_open(self) -> float:

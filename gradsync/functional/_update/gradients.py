@@ -92,9 +92,7 @@ def all_finite(parameters: Iterable[nn.Parameter], *, spread: Spread | None = No
     for place, gradients in _places(parameters, spread).items():
         pieces = [piece for piece in map(values_here, gradients) if piece.numel()]
         # The largest element cannot overflow, which a 2-norm can. A flag is sent, because MAX may lose a NaN.
-        odd = torch.zeros((), device=gradients[0].device)
-        if pieces:
-            odd = (~torch.isfinite(get_total_norm(pieces, float("inf")))).to(odd)
+        odd = (~torch.isfinite(get_total_norm(pieces, float("inf")))).to(gradients[0].device, torch.float32)
         for group in place.groups():
             dist.all_reduce(odd, op=dist.ReduceOp.MAX, group=group)
         flags.append(odd)

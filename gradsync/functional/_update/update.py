@@ -123,8 +123,6 @@ def zero(optimizers: Iterable[Optimizer]) -> None:
     for optimizer in map(bare_optimizer, optimizers):
         if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
             discard(owned([optimizer]))  # like torch's zero_grad, without its profiler entries, which cost more
-        elif "set_to_none" in inspect.signature(optimizer.zero_grad).parameters:
-            optimizer.zero_grad(set_to_none=True)
         else:
             optimizer.zero_grad()
             discard(owned([optimizer]))

@@ -135,11 +135,10 @@ class Boundary:
         window, team = self._window, self._window.team
         shares = self._hear()
         # On one rank, its own share is all that the table of a loop, or of counts, would have.
-        alone = team.num_ranks == 1 and (self._exchange.has_an_end or window.kind == SUMS)
-        told = self._sent is not None or alone
+        told = self._sent is not None or self._exchange.has_an_end or window.kind == SUMS
         closing = Closing(tuple(shares), team.rank, factor_of(shares), told, window.losses, window.count)
         self._share_buffers()
-        if not self._terms.skip or team.num_ranks == 1:
+        if not self._terms.skip:
             return closing
         failures = team.line.send([float(window.failed or self._failed)])
         if self._transport.closes_before:

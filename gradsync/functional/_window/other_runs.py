@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def insist_on_one_window(name: str, ids: Collection[int], *, of: object) -> None:
     """Raise if one of these parameters, with which the run `of` opens a window, is in the open window of another."""
     for other in list(OPEN) if OPEN else ():
-        if other is not of and other.window is not None and not other.team.ids.isdisjoint(ids):
+        if other is not of and not other.team.ids.isdisjoint(ids):
             raise GradSyncError(
                 f"A parameter can be in one open window at a time, but {name} begins one with parameters that "
                 f"are in the open window of {other.name}. Call {other.name}.flush() or .reset() first, or keep the "
