@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import suppress
 
@@ -249,3 +250,39 @@ def last_call_failed(more: int, sized: bool) -> str:
 def test_a_rank_that_has_run_out_after_a_boundary_that_failed_is_told_of(ranks, more, sized):
     for text in ranks(2).run(last_call_failed, more, sized, limit=15):
         assert "rank 0 has 1, rank 1 has 0. A boundary failed on the rank that has fewer" in text, text
+
+
+def two_functions(what: str, engine: str) -> str:
+    """Two functions in one loop, in another order on each rank, or one that a rank calls when the other has run out."""
+    rank = dist.get_rank()
+    steps, homes = [], []
+    for _ in range(2):
+        home = fully_shard(small_model(), mesh=mesh((2,), ("data",))) if engine == "fsdp2" else small_model()
+        optimizer = torch.optim.SGD(home.parameters(), lr=0.1)
+        named = {"model": home, "optimizer": optimizer} if what == "order" else {}
+        steps.append(accumulating(steps=1, **named)(lambda x, model, optimizer: mean_loss(model, x)))
+        homes.append((home, optimizer))
+    try:
+        for i in steps[0].over(steps[1].over(range(2 if what == "order" or rank == 0 else 1))):
+            turns = {"order": [rank, 1 - rank], "before": [1, 0][1 - i :], "after": [0, 1][: 1 + i]}[what]
+            for turn in turns:
+                steps[turn](micro_batch(rank, i), *homes[turn])
+    except gradsync.GradSyncError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("engine", ["bare", "fsdp2"])
+def test_functions_called_in_another_order(ranks, engine):
+    for text in ranks(2).run(two_functions, "order", engine, limit=15):
+        assert "same windows of" in text and "Call the functions in one order on all ranks" in text, text
+
+
+@pytest.mark.parametrize("engine", ["bare", "fsdp2"])
+def test_a_function_that_is_first_called_when_a_rank_has_run_out(ranks, engine):
+    """That rank cannot know the models, whose engine all ranks must make. It may have left the loop already."""
+    words = "Every rank needs an item for each function, model and optimizer .* but rank 1 had run out when the first window"
+    for text in ranks(2).run(two_functions, "before", engine, limit=15):
+        assert re.search(words, text), text
+    told, text = ranks(2).run(two_functions, "after", engine, limit=15)
+    assert re.search(words, told) and text == "no error", (told, text)

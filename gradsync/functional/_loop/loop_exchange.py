@@ -93,6 +93,5 @@ class LoopExchange(Exchange):
         run, data = self._run, self._data
         once, left = float(data.calls_once(run)), data.left(run)
         self._has_told_end = left == 0
-        opened = self._talk.first_open if data.has_ended else NOBODY
-        mine = window.share()
-        return mine._replace(closing=float(run.key), open=opened, left=left, once=once, changes=self.changes)
+        closing, opened = (NOBODY, self._talk.first_open) if data.has_ended else (float(run.key), NOBODY)
+        return window.share()._replace(closing=closing, open=opened, left=left, once=once, changes=self.changes)

@@ -89,7 +89,10 @@ class Talk:
 
     def announce(self, run: Run) -> None:
         """Tell the other ranks of a run that is new to this loop, and whose team all ranks must make."""
-        shares = self.ask(Share(closing=float(run.key), left=1.0))
+        shares = self.shares
+        # Where nobody has more, ranks whose data has ended have left the loop, and would not answer.
+        if any(share.left for share in shares) or all(share.closing != NOBODY for share in shares):
+            shares = self.ask(Share(closing=float(run.key), left=1.0))
         if any(share.closing == NOBODY for share in shares):
             raise self._nothing_known(shares)
 
