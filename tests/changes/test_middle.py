@@ -212,3 +212,19 @@ def test_after_the_error_what_it_advises_helps(ranks):
         assert bool(said[0]) == bool(said[1]), said
 
     each(ranks, 2, goes_on_after_the_error, product(WRAPS), check)
+
+
+@pytest.mark.parametrize("edit", ["new_head", "assigned"])
+def test_an_optimizer_made_anew_beside_the_old_one(edit):
+    """In the middle of a window, after an edit: an error that drops the window, also where the old one still lives."""
+    run = Run("accumulating", "bare", 3)
+    step = accumulating(steps=3)(lambda model, optimizer, x: model(x).square().mean())
+    old = run.sgd(run.model)
+    step(run.model, old, micro_batch(0, 0))
+    BY_NAME[edit](run)
+    new = run.sgd(run.model)
+    with pytest.raises(GradSyncError, match="made anew, and parameters of the models are others than it knew. That window is"):
+        step(run.model, new, micro_batch(0, 1))
+    for i in range(3):
+        step(run.model, new, micro_batch(0, i))
+    assert step.progress.updates == 1 and old.param_groups

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +29,30 @@ def test_two_kinds_of_loss_in_a_window():
     step(model, optimizer, True)
     with pytest.raises(GradSyncError, match="must be of one kind, but a LossSum and a mean came"):
         step(model, optimizer, False)
+
+
+def test_another_model_in_the_middle_of_a_window():
+    """Its parameters are in the same optimizer; between windows that is allowed."""
+    models = [small_model(), small_model()]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    step = accumulating(steps=2)(lambda model, optimizer: mean_loss(model, X))
+    step(models[0], optimizer)
+    with pytest.raises(GradSyncError, match="same models throughout a window, but they changed .* Call flush"):
+        step(models[1], optimizer)
+    step.flush()
+    for _ in range(2):
+        step(models[1], optimizer)
+    assert step.progress.updates == 2
+
+
+def test_a_flush_after_the_model_has_gone():
+    step, model, optimizer = made()
+    for _ in range(2):
+        step(model, optimizer, X)
+    del model
+    gc.collect()
+    with pytest.raises(GradSyncError, match="must be alive as long as it has windows to open or to close"):
+        step.flush()
 
 
 @pytest.mark.parametrize("when", [0, 1, 2, 3])

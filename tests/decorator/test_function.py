@@ -60,6 +60,8 @@ def test_copying_and_pickling_are_those_of_a_function():
     twin = copy.deepcopy(trainer)
     assert twin.train_step.progress.micro_steps == 0
     trainer.train_step.reset()
+    other = copy.deepcopy(trainer.train_step)
+    assert type(other.__self__) is Trainer and other.__self__ is not trainer and other.__self__.model is not trainer.model
     bound = pickle.loads(pickle.dumps(trainer.train_step))
     assert bound.__name__ == "train_step" and type(bound.__self__) is Trainer
     for of_class in (pickle.loads(pickle.dumps(Trainer.train_step)), copy.deepcopy(Trainer.train_step)):

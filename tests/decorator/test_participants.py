@@ -80,6 +80,24 @@ def test_two_instances_never_share_a_window(kind):
     assert one.train_step.progress.updates == 1 and two.train_step.progress.updates == 0
 
 
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = small_model()
+
+    @accumulating(steps=2)
+    def train_step(self, optimizer, x):
+        return mean_loss(self.inner, x)
+
+
+def test_the_instance_of_a_method_may_be_the_model():
+    model = Net()
+    optimizer = Recorder(model.parameters())
+    for i in range(2):
+        model.train_step(optimizer, micro_batch(0, i))
+    assert_equal_updates(optimizer.seen, train(small_model(), cut([2], 2), window_mean)[0])
+
+
 def test_instances_that_share_an_optimizer_have_their_own_windows():
     one, two = Trainer(), Trainer()
     one.train_step(micro_batch(0, 0))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
 
 from gradsync import LossSum, accumulating
 from tests.support.compare import assert_equal_updates
@@ -109,3 +110,19 @@ def test_writing_to_the_returned_loss_leaves_progress_alone():
         total += loss.item()
         loss.zero_()
     assert step.progress.loss.item() == pytest.approx(total / 2, rel=1e-12)
+
+
+def test_a_parameter_that_is_the_loss_stays_a_parameter():
+    """In a frozen thing its detached self cannot take its place."""
+
+    class Price(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(3.0))
+
+    model = Price()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = accumulating(steps=2)(lambda model, optimizer: Frozen(model.weight))
+    for _ in range(4):
+        assert step(model, optimizer).loss is model.weight
+    assert model.weight.requires_grad and model.weight.item() == 2.0

@@ -12,6 +12,7 @@ from tests.support.compare import assert_equal_updates
 from tests.support.models import small_model
 from tests.support.recorder import Recorder
 from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
+from tests.support.traps import Trap
 
 
 def test_steps_may_be_a_function_of_the_windows_number():
@@ -29,6 +30,17 @@ def test_steps_may_be_a_function_of_the_windows_number():
     expected, _ = train(small_model(), [[(0, 0)], [(0, 1), (0, 2)], [(0, 3), (0, 4), (0, 5)]], window_mean)
     assert_equal_updates(optimizer.seen, expected)
     assert asked == [0, 1, 2]
+
+
+def test_steps_may_be_a_function_without_a_signature():
+    """One of C may have none, such as that which returns the items of a list."""
+    step = accumulating(steps=[2, 1, 3].__getitem__)(lambda model, optimizer, x: mean_loss(model, x))
+    model = small_model()
+    optimizer = Recorder(model.parameters())
+    for i in range(6):
+        step(model, optimizer, micro_batch(0, i))
+    expected, _ = train(small_model(), [[(0, 0), (0, 1)], [(0, 2)], [(0, 3), (0, 4), (0, 5)]], window_mean)
+    assert_equal_updates(optimizer.seen, expected)
 
 
 @pytest.mark.parametrize("tail", ["step", "drop", "carry"])
@@ -85,6 +97,21 @@ def test_an_exception_discards_the_window_and_goes_on():
 
 class Bad(Exception):
     pass
+
+
+def test_misuse_that_comes_out_of_a_backward_is_not_skipped():
+    """Also where a type in `skip` is a base of its class."""
+    model = small_model()
+    optimizer = Recorder(model.parameters())
+
+    @accumulating(steps=2, skip=RuntimeError)
+    def step(model, optimizer, error):
+        return mean_loss(model, Trap.apply(micro_batch(0, 0).requires_grad_(), error))
+
+    assert step(model, optimizer, RuntimeError("a bad batch")) is None and step.progress.dropped == 1
+    step.reset()
+    with pytest.raises(GradSyncError, match="misused"):
+        step(model, optimizer, GradSyncError("misused"))
 
 
 @pytest.mark.parametrize("bad", [{1}, {3}, {0, 3}, {0, 1, 2, 3}])

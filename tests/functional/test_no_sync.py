@@ -39,6 +39,26 @@ def test_sync_gradients_alone(ranks):
     ranks(2).run(sync_gradients_alone)
 
 
+def sync_gradients_of_a_frozen_model() -> int:
+    """One of two models has been frozen since it was put on its engine: how many collectives it costs."""
+    models = [small_model(), small_model()]
+    homes = [DDP(model) for model in models]
+    models[1].requires_grad_(False)
+    counts = []
+    for several in (homes[:1], homes[:1], homes):  # the first time has more
+        with gradsync.no_sync(*several):
+            mean_loss(homes[0], micro_batch(dist.get_rank(), 0)).backward()
+        before = num_collectives()
+        gradsync.sync_gradients(*several)
+        counts.append(num_collectives() - before)
+    assert all(p.grad is None for p in models[1].parameters())
+    return counts[2] - counts[1]
+
+
+def test_sync_gradients_leaves_a_frozen_model_alone(ranks):
+    assert ranks(2).run(sync_gradients_of_a_frozen_model) == [0, 0]
+
+
 def no_sync_everywhere() -> None:
     """Local gradients in it, the flag restored after it, nested and after an exception."""
     rank = dist.get_rank()

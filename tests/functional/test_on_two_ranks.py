@@ -174,6 +174,24 @@ def held_and_then_synchronised(wrap) -> None:
     assert_equal_state(inner.state_dict(), expected([(0, 0), (1, 0)]), 1e-12)
 
 
+def finite_of_a_rank_without_a_piece() -> list[bool]:
+    """One number, which lies on rank 0: whether it is finite, both ranks hear."""
+    model = FSDP(torch.nn.Linear(1, 1, bias=False), device_id=torch.device("cpu"), use_orig_params=True)
+    run, said = F.Run("by hand", F.Terms(steps=1)), []
+    for number in (1.0, float("inf")):
+        place = run.start(F.Who([model]))
+        with run.holding(place):
+            run.backward(place, model(torch.full((1, 1), number)).sum())
+        run.close()
+        said.append(F.all_finite(model.parameters(), spread=run.fitting_team().spread))
+        model.zero_grad()
+    return said
+
+
+def test_a_rank_without_a_piece_of_the_gradients(ranks):
+    assert ranks(2).run(finite_of_a_rank_without_a_piece) == [[True, False]] * 2
+
+
 def the_most_rows() -> list[int]:
     """Over the ranks of the model's own group: of both, and of each alone, which may then ask for another number."""
     rank = dist.get_rank()

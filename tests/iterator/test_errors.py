@@ -66,6 +66,21 @@ def test_a_boundary_without_a_backward(explicit):
                 step.backward(mean_loss(model, x)) if explicit else mean_loss(model, x).backward()
 
 
+def a_turn_without_a_backward() -> str:
+    model = small_model()
+    with pytest.raises(GradSyncError) as caught:
+        for step in gradsync.sync_every(model, 2):
+            if step.last:
+                step.backward(mean_loss(model, X))
+    return str(caught.value)
+
+
+def test_without_an_iterable_each_turn_needs_a_backward_on_several_ranks(ranks):
+    """No table is sent there: the other ranks would divide by the backward that did not come."""
+    for text in ranks(2).run(a_turn_without_a_backward):
+        assert "must run 2 backwards in a window of sync_every" in text and "there were 1 in this one" in text, text
+
+
 @pytest.mark.parametrize("call", [lambda: gradsync.no_sync("x"), lambda: gradsync.sync_gradients(3),
                                   lambda: gradsync.sync_every(None, 2), lambda: gradsync.no_sync()])
 def test_what_is_no_module(call):

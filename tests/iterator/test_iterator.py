@@ -36,8 +36,24 @@ def endless_sync_every() -> None:
     assert_equal_updates(optimizer.seen, [e + e for e in expected])
 
 
-def test_endless(ranks):
-    ranks(2).run(endless_sync_every)
+def endless_plain_backward() -> None:
+    """The loop that somebody has already: sums over the window, averaged over ranks."""
+    rank = dist.get_rank()
+    for static_graph in (False, True):
+        model = small_model()
+        home = DDP(model, static_graph=static_graph)
+        optimizer = Recorder(model.parameters())
+        for micro, i in zip(gradsync.sync_every(home, 3), range(6)):
+            (mean_loss(home, micro_batch(rank, i)) / micro.size).backward()
+            if micro.last:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_equal_updates(optimizer.seen, train(small_model(), cut([6, 6], 3), window_mean)[0])
+
+
+@pytest.mark.parametrize("case", [endless_sync_every, endless_plain_backward])
+def test_endless(ranks, case):
+    ranks(2).run(case)
 
 
 def leaving_sync_every(how: str) -> None:
@@ -67,6 +83,11 @@ def leaving_sync_every(how: str) -> None:
 @pytest.mark.parametrize("how", ["break", "return", "exception"])
 def test_leaving_sync_every(ranks, how):
     ranks(2).run(leaving_sync_every, how)
+
+
+def test_a_micro_step_shows_its_place():
+    step = next(gradsync.sync_every(small_model(), 2))
+    assert repr(step) == "MicroStep(index=0, window=0, size=2, last=False, replay=False)"
 
 
 def test_counts_of_zero_in_sync_every_leave_no_gradient():

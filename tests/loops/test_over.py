@@ -154,6 +154,18 @@ def zipped(engine: str, num: int, calls: str):
     return said, verdict(afterwards)
 
 
+def test_a_loop_that_is_closed_after_a_later_one_began():
+    """The calls still belong to the later loop, whose last item closes the window."""
+    step, model, optimizer = made("bare", steps=3)
+    first, second = iter(step.over(range(5))), iter(step.over(range(2)))
+    next(first)
+    for i in second:
+        first.close()
+        step(model, optimizer, micro_batch(0, i))
+    assert len(optimizer.seen) == 1
+    compare(optimizer.seen, train(small_model(), cut([2], 3), window_mean)[0])
+
+
 @pytest.mark.parametrize("calls", ["a call for each", "a call for both"])
 @pytest.mark.parametrize("num", [3, 4])
 @pytest.mark.parametrize(("engine", "size"), HOMES)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import gradsync
 from tests.overlap.decorated import trained
 from tests.overlap.loop import Plan, simulate
 from tests.overlap.test_truth import even, far
+from tests.support.models import WithBuffers
+from tests.support.reference import micro_batch
 
 UNEVEN = [
     ((3, 3), (3, 3), (1, 1)),
@@ -56,3 +60,23 @@ def test_a_rank_may_land_alone(ranks):
     assert far(expected, simulate(Plan(plan.counts, 3, "adamw", 0.3))) > 1e-3
     for seen in ranks(3).run(trained, plan):
         assert far(seen, expected) < 1e-12
+
+
+def buffers_after_a_flush(overlap: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank 1 alone has had a micro-batch; the buffer, and its first row."""
+    model = WithBuffers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gradsync.accumulating(steps=2, model=model, optimizer=optimizer, overlap=overlap)(model.loss)
+    x = micro_batch(1, 0)
+    if dist.get_rank():
+        step(x)
+    step.flush()
+    norm = torch.nn.BatchNorm1d(3).double()
+    norm(x)
+    return model.norm.running_mean, norm.running_mean
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_the_buffers_at_a_flush_are_those_of_a_rank_that_had_a_micro_batch(ranks, overlap):
+    for buffer, expected in ranks(2).run(buffers_after_a_flush, overlap):
+        assert torch.equal(buffer, expected)

@@ -258,3 +258,17 @@ def test_a_thousand_failures_leave_nothing(caplog):
     del model, optimizer
     gc.collect()
     assert not any(end() is not None for end in ends)
+
+
+def test_no_memory_for_the_exchange_is_no_reason_to_cut(monkeypatch):
+    """The ranks would begin it a second time."""
+
+    def begin(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. (not really)")
+
+    monkeypatch.setattr("gradsync.functional.Run.begin", begin)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gradsync.accumulating(steps=1, fit=True)(lambda model, optimizer, x, y: mean_loss(model, x, y))
+    with pytest.raises(GradSyncError, match="before a window's gradients synchronise, but there was no memory left"):
+        step(model, optimizer, *batch(4))

@@ -149,3 +149,16 @@ def test_the_devices_own_counters():
     for size, (most, free) in zip((128, 24, 48), took):
         assert 0.8 * size * 2**20 < most < 1.5 * size * 2**20
         assert free > 0
+
+
+def test_an_error_of_another_kind_goes_on():
+    """And leaves everything as it was."""
+    model = model_of("bare")
+
+    def function(rows):
+        model(torch.ones(rows, WIDTH)).sum().backward()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        gradsync.functional.rows_that_fit(model, function, 4)
+    assert not model.calls and all(parameter.grad is None for parameter in model.parameters())

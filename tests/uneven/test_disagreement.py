@@ -252,6 +252,34 @@ def test_a_rank_that_has_run_out_after_a_boundary_that_failed_is_told_of(ranks, 
         assert "rank 0 has 1, rank 1 has 0. A boundary failed on the rank that has fewer" in text, text
 
 
+def other_items_with_sync_batchnorm(known: bool) -> str:
+    rank = dist.get_rank()
+    model = fully_shard(nn.Sequential(nn.SyncBatchNorm(3), nn.Linear(3, 1)), mesh=mesh((2,), ("data",)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = accumulating(steps=2)(lambda model, optimizer, x: model(x).sum())
+    items = [micro_batch(rank, i) for i in range(4 + rank if known else 4)]
+    with pytest.raises(gradsync.GradSyncError) as caught:
+        for x in step.over(items if known else iter(items)):
+            step(model, optimizer, x)
+    return str(caught.value)
+
+
+def test_sync_batchnorm_needs_equally_many_items(ranks):
+    """Each of its forwards waits for all ranks: it is said before the first."""
+    for known, words in ((True, "rank 0 has 4, rank 1 has 5"), (False, "rank 0 has ?, rank 1 has ?")):
+        for text in ranks(2).run(other_items_with_sync_batchnorm, known):
+            assert "SyncBatchNorm waits for every rank" in text and words in text, text
+
+
+def test_on_one_rank_sync_batchnorm_waits_for_nobody():
+    model = nn.Sequential(nn.SyncBatchNorm(3), nn.Linear(3, 1)).double()
+    optimizer = Recorder(model.parameters())
+    step = accumulating(steps=2)(lambda model, optimizer, x: model(x).sum())
+    for x in step.over(iter([micro_batch(0, i) for i in range(3)])):
+        step(model, optimizer, x)
+    assert len(optimizer.seen) == 2
+
+
 def two_functions(what: str, engine: str) -> str:
     """Two functions in one loop, in another order on each rank, or one that a rank calls when the other has run out."""
     rank = dist.get_rank()

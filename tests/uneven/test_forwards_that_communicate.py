@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import namedtuple
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,  # noqa: E402
     fully_shard,
 )
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from gradsync import LossSum, accumulating
@@ -146,11 +150,77 @@ def test_skipped_micro_batches(ranks, bad):
     assert counts == [[sum(r == rank for r, _ in bad)] * 2 for rank in range(2)]
 
 
-def an_empty_rank(kind: str, how: str) -> str:
+class Batch:
+    """An object of the user's: a replay refers to it weakly."""
+
+    def __init__(self, x: torch.Tensor | None) -> None:
+        self.x = x
+
+
+def dropping_too_late(what: str) -> str:
+    """What each rank is told where `skip` cannot drop a micro-batch."""
     rank = dist.get_rank()
-    home = sharded(kind)
+    home = sharded("fsdp2")
     optimizer = Recorder(home.parameters())
-    data = [] if rank == 1 else [micro_batch(rank, 0)]
+
+    @accumulating(steps=2, skip=ValueError, model=home, optimizer=optimizer)
+    def step(batch):
+        if batch.x is None:
+            raise ValueError
+        loss = mean_loss(home, batch.x)
+        if what == "after its forward":
+            raise ValueError
+        return loss
+
+    try:
+        step(Batch(micro_batch(rank, 0) if what != "the first" or rank == 0 else None))
+        step(Batch(None))
+    except gradsync.GradSyncError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("after its forward", "only before its model is called, for the other ranks wait in the model's forward, but ValueError"),
+        ("the first", "must be a good one on every rank .* but rank 1 dropped it"),
+        ("after a batch that is gone", "repeats its last call of .* where it has no micro-batch to run"),
+    ],
+)
+def test_a_micro_batch_that_cannot_be_dropped(ranks, what, words):
+    for text in ranks(2).run(dropping_too_late, what, limit=15):
+        assert re.search(words, text), text
+
+
+Named = namedtuple("Named", ["x", "weight"])
+
+
+def other_arguments() -> None:
+    """A named tuple, an object and a set among the arguments: a replay has them again."""
+    rank, lengths = dist.get_rank(), [5, 2]
+    home = sharded("fsdp2")
+    optimizer = Recorder(home.parameters(), lr=0.05)
+
+    @accumulating(steps=2, model=home, optimizer=optimizer)
+    def step(named, batch, weights):
+        return mean_loss(home, named.x) * named.weight * max(weights) + 0 * batch.x.sum()
+
+    for x in step.over([micro_batch(rank, i) for i in range(lengths[rank])]):
+        step(Named(x, 0.5), Batch(x), {1.0, 2.0})
+    expected, _ = train(small_model(), cut(lengths, 2), window_mean, lr=0.05)
+    assert_equal_updates(optimizer.seen, expected, 1e-10)
+
+
+def test_a_replay_of_arguments_of_other_types(ranks):
+    ranks(2).run(other_arguments, limit=15)
+
+
+def an_empty_rank(kind: str, how: str, empty: tuple[int, ...] = (1,)) -> str:
+    rank = dist.get_rank()
+    home = DDP(small_model(), static_graph=True) if kind == "static graph" else sharded(kind)
+    optimizer = Recorder(home.parameters())
+    data = [] if rank in empty else [micro_batch(rank, 0)]
     step = accumulating(steps=2, model=home, optimizer=optimizer)(lambda x: mean_loss(home, x))
     try:
         if how == "over":
@@ -165,9 +235,16 @@ def an_empty_rank(kind: str, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["over", "sync_every"])
-def test_a_rank_that_never_had_an_item_is_named_on_every_rank(ranks, how):
-    for text in ranks(2).run(an_empty_rank, "fsdp2", how):
+@pytest.mark.parametrize("kind", ["fsdp2", "static graph"])
+def test_a_rank_that_never_had_an_item_is_named_on_every_rank(ranks, kind, how):
+    """A static graph needs one of each rank, too: its very first backward synchronises."""
+    for text in ranks(2).run(an_empty_rank, kind, how):
         assert "needs at least one item in" in text and "rank 1 has none" in text, text
+
+
+def test_no_item_on_any_rank_is_fine(ranks):
+    for kind in ("fsdp2", "static graph"):
+        assert ranks(2).run(an_empty_rank, kind, "over", (0, 1)) == ["no error"] * 2
 
 
 def taking_items_out(kind: str, how: str) -> None:

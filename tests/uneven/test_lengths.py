@@ -194,3 +194,23 @@ def sub_group() -> None:
 def test_a_sub_group(ranks):
     ranks(3).run(sub_group)
     ranks(3).stop()  # with its group, no rank without items can know whom to wait for
+
+
+def open_on_one_rank(calls: list[int]) -> None:
+    """Windows that are open on some ranks as a loop without items begins."""
+    rank = dist.get_rank()
+    model = small_model()
+    optimizer = Recorder(model.parameters())
+    step = accumulating(steps=3, model=model, optimizer=optimizer)(lambda x: mean_loss(model, x))
+    for i in range(calls[rank]):
+        step(micro_batch(rank, i))
+    for _ in step.over([]):
+        pass
+    expected, _ = train(small_model(), [[(r, i) for r in range(2) for i in range(calls[r])]], window_mean)
+    assert_equal_updates(optimizer.seen, expected)
+
+
+@pytest.mark.parametrize("calls", [[1, 1], [0, 1], [2, 0]])
+def test_a_window_that_is_open_as_a_loop_without_items_begins(ranks, calls):
+    """The data has ended, and it closes, also on a rank that has none."""
+    ranks(2).run(open_on_one_rank, calls, limit=15)

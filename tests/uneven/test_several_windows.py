@@ -123,3 +123,24 @@ def test_functions_with_cadences_of_their_own(ranks, sizes):
     for lengths in ([10, 11], [9, 4], [1, 5], [7, 7], [3, 8]):
         for known in (True, False):
             ranks(2).run(own_cadences, lengths, sizes, known, 0)
+
+
+def closed_by_the_last_call() -> list[tuple[int, int]]:
+    """After each item: how many updates each function has made."""
+    steps, homes = [], []
+    for _ in range(2):
+        model = small_model()
+        steps.append(gradsync.accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x)))
+        homes.append((model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    updates = []
+    for i in steps[0].over(steps[1].over(range(3))):
+        for step, home in zip(steps, homes, strict=True):
+            step(*home, micro_batch(dist.get_rank(), i))
+        updates.append(tuple(step.progress.updates for step in steps))
+    return updates
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_of_equal_lengths_the_last_call_closes_each_window(ranks, size):
+    """As with one function: nobody has to ask the others after it."""
+    assert ranks(size).run(closed_by_the_last_call) == [[(0, 0), (1, 1), (2, 2)]] * size
