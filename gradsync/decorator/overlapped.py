@@ -128,12 +128,12 @@ class Overlapped(Updater, Transport):
             self.settle()
 
     def lands_before(self, place: Place) -> bool:
-        """Whether the window before must land between the micro-batch of this place and its boundary.
+        """Whether the window before must land between the micro-batch of this last place and its boundary.
 
-        That is so in the last place of a window so short that it ends before the others land. All ranks then run
+        That is so in a window so short that it ends before the others land. All ranks then run
         `on_update`, which may have collectives or raise, before the collectives of the boundary.
         """
-        return place.last and bool(self._legs) and place.index < self._num_beside < place.size
+        return bool(self._legs) and place.index < self._num_beside < place.size
 
     def land_before_boundary(self) -> None:
         """This rank's data has ended: land what the other ranks land before their next boundary."""

@@ -81,7 +81,7 @@ class Updater:
                     nonfinite=settings.nonfinite,
                     spread=team.spread,
                 )
-                if made.stepped and self._schedulers:
+                if made.stepped:
                     move([one for ref in self._schedulers if (one := ref()) is not None], optimizers)
         except BaseException:
             # If a step fails, the window stays open here, and is discarded. Other ranks may have closed theirs: the
@@ -115,7 +115,7 @@ class Updater:
         """Called when a call begins."""
 
     def lands_before(self, place: Place) -> bool:  # noqa: ARG002 - for `Overlapped`
-        """Whether the window before must land between the micro-batch of this place and its boundary."""
+        """Whether the window before must land between the micro-batch of this last place and its boundary."""
         return False
 
     def land_before_boundary(self) -> None:
