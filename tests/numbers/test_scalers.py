@@ -221,3 +221,13 @@ def test_a_loss_that_the_scaler_has_scaled_already_is_refused(of):
     step(model, optimizer, scaler, torch.ones(4, 3), False)
     with pytest.raises(gradsync.GradSyncError, match="scaled by scaler.scale.* already. Return the loss itself"):
         step(model, optimizer, scaler, torch.ones(4, 3), True)
+
+
+def test_a_scaler_that_nobody_else_refers_to_unscales_what_it_has_scaled():
+    """Also at a flush, to which it does not come."""
+    model = small_model()
+    optimizer = FullRecorder(model.parameters())
+    step = gradsync.accumulating(steps=3)(lambda model, optimizer, scaler, x: mean_loss(model, x))
+    step(model, optimizer, GradScaler("cpu", init_scale=1024.0), micro_batch(0, 0))
+    step.flush()
+    compare(optimizer.seen, train(small_model(), cut([1], 3), window_mean)[0])

@@ -31,17 +31,20 @@ class Scale:
     Two windows may share the scaler. It then changes in the middle of one, when the other closes.
     """
 
-    __slots__ = ("_version", "value")
+    __slots__ = ("_scaler", "_version", "value")
 
-    def __init__(self, value: torch.Tensor, version: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, value: torch.Tensor, version: tuple[int, int] | None = None, scaler: GradScaler | None = None
+    ) -> None:
         self.value = value
+        self._scaler = scaler  # kept alive: it is to unscale what it has scaled
         self._version = version  # of the scaler's tensor: tells without a host wait whether it has changed
 
     @classmethod
     def of(cls, scaler: GradScaler, like: torch.Tensor) -> Scale:
         """The current scale of a scaler."""
         current = _current(scaler, like.device)
-        return cls(current.clone(), (id(current), current._version))
+        return cls(current.clone(), (id(current), current._version), scaler)
 
     @staticmethod
     def insist_on_unscaled(scaler: GradScaler, loss: torch.Tensor) -> None:
