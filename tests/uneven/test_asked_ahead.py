@@ -185,3 +185,34 @@ def test_each_question_is_read_a_micro_batch_after_it_was_asked(ranks):
         assert said == [
             *now, "runs", *now, "asks", "runs", *("reads", "asks", "runs") * 3, "reads", "runs",
         ]  # fmt: skip
+
+
+def grows(window: int) -> int:
+    return 1 + window % 3
+
+
+@pytest.mark.parametrize("how", ["over", "sync_every"])
+@pytest.mark.parametrize("lengths", [[7, 7], [7, 2], [1, 8]])
+def test_steps_that_are_a_function(ranks, how, lengths):
+    assert ranks(2).run(each_window, how, grows, lengths, limit=30) == [max(lengths) - one for one in lengths]
+
+
+def other_steps(lengths: list[int], is_known: bool) -> str:
+    rank = dist.get_rank()
+    model, optimizer = sharded()
+    step = gradsync.accumulating(lambda window: 2 + rank * (window == 1))(lambda model, optimizer, x: mean_loss(model, x))
+    items = [micro_batch(rank, i) for i in range(lengths[rank])]
+    try:
+        for x in step.over(items if is_known else iter(items)):
+            step(model, optimizer, x)
+    except gradsync.GradSyncError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("lengths", [[8, 8], [2, 8], [8, 4], [8, 3]])
+def test_steps_that_differ_in_a_later_window(ranks, lengths, is_known):
+    """Each rank would wait for the others somewhere else. A rank that has run out hears of it too."""
+    for text in ranks(2).run(other_steps, lengths, is_known, limit=20):
+        assert "same number of steps in a window, but rank 0 has 2, rank 1 has 3" in text, text

@@ -75,7 +75,7 @@ class Lockstep:
         if self._planned is not None:
             return window.index + 1 >= self._planned
         shares = self._said_ahead(run)
-        if not _is_enough(shares, closes=_closes(run, window.size)):
+        if _opens(run) or not _is_enough(shares, closes=_closes(run, window.size)):
             left = self._data.left(run)
             left = max(1.0, left) if left else 0.0
             once = float(self._foresees(run))
@@ -94,8 +94,12 @@ class Lockstep:
             return StandIn(run, stand_in(run, _role(run))._replace(last=run.index + 1 >= self._planned))
         shares = self._said_ahead(run)
         comes = any(share.closing != NOBODY for share in shares)
-        if not _is_enough(shares, closes=_closes(run, _size(run, shares, stand_in)) if comes else None):
-            shares = talk.ask(Share(open=talk.first_open, once=float(alone)))
+        enough = _is_enough(shares, closes=_closes(run, _size(run, shares, stand_in)) if comes else None)
+        if _opens(run) or not enough:
+            mine = Share(open=talk.first_open, once=float(alone))
+            if _opens(run) and alone and any(share.left for share in talk.shares):
+                mine = mine._replace(size=float(stand_in(run, Role.MISSES).size))
+            shares = talk.ask(mine)
         called = talk.closing(shares)
         if called is None:
             self._discard_empty()
@@ -136,6 +140,11 @@ class Lockstep:
         """What the ranks have said ahead of the call that begins now; nothing if they were not asked."""
         asked, self._asked = self._asked, None
         return self._talk.answers(asked.sent) if asked is not None and asked.run is run else []
+
+
+def _opens(run: Run) -> bool:
+    """Whether a window begins whose size other ranks may see otherwise: then all ranks tell it before they run."""
+    return callable(run.terms.steps) and not run.index
 
 
 def _is_enough(shares: Sequence[Share], *, closes: bool | None) -> bool:

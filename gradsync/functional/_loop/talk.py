@@ -12,7 +12,7 @@ from gradsync.functional._window.table import NOBODY, Share
 from gradsync.functional._window.tail import ends_with_data
 from gradsync.ranks.line import device_of
 from gradsync.ranks.lost import WaitingFor
-from gradsync.ranks.meet import ONE_FORWARD, ranks_where
+from gradsync.ranks.meet import ONE_FORWARD, agreed, ranks_where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,6 +84,7 @@ class Talk:
                 "All ranks of a tensor-parallel group must come to the same micro-batches, but those of data-parallel "
                 f"rank {apart} do not: some have one, or more of them, and others not. {ONE_FORWARD}"
             )
+        agreed([(r, int(share.size)) for r, share in enumerate(shares) if share.size], "number of steps in a window")
         self.check_same(shares)
         return shares
 
