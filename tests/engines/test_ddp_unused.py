@@ -19,6 +19,7 @@ from tests.support.compare import assert_equal_updates
 from tests.support.models import small_model
 from tests.support.recorder import Recorder
 from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
+from tests.support.traps import Trap
 from tests.support.verdicts import refused, verdict, verdicts
 
 
@@ -445,16 +446,6 @@ def test_a_static_graph_that_changes_after_a_loop_of_torchs_own_is_an_error(rank
         assert one == three == "" and "used heads.1.weight, heads.1.bias, which the first" in two
 
 
-class FailsAtTheLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, loss):
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, _):
-        raise ArithmeticError
-
-
 def a_first_backward_that_fails(skip: bool):
     model = DDP(small_model(unused=False), static_graph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -462,7 +453,7 @@ def a_first_backward_that_fails(skip: bool):
     @accumulating(steps=2, skip=ArithmeticError if skip else ())
     def step(model, optimizer, x, fails):
         loss = mean_loss(model, x)
-        return FailsAtTheLoss.apply(loss) if fails else loss
+        return Trap.apply(loss, ArithmeticError()) if fails else loss
 
     def run() -> None:
         with contextlib.nullcontext() if skip else contextlib.suppress(ArithmeticError):

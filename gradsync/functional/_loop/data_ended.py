@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from gradsync.functional._window.driver import Run
     from gradsync.functional._window.place import Place
 
-    Exchanges = Callable[[Run], LoopExchange]
+    ExchangeOf = Callable[[Run], LoopExchange]
 
 
-def places_alone(talk: Talk, exchange: Exchanges) -> Iterator[StandIn]:
+def places_alone(talk: Talk, exchange: ExchangeOf) -> Iterator[StandIn]:
     """Where there are no other ranks: the places that close this rank's own open windows."""
     for run in talk.known:
         if run.window is not None and ends_with_data(run.terms.tail):
             yield StandIn(run, _last_place(run, exchange))
 
 
-def places_after_data(talk: Talk, lockstep: Lockstep, exchange: Exchanges) -> Iterator[StandIn]:
+def places_after_data(talk: Talk, lockstep: Lockstep, exchange: ExchangeOf) -> Iterator[StandIn]:
     """The places that this rank takes, in its own open windows and in the other ranks'."""
     with WaitingFor(lambda: f"the windows of {talk.name} that other ranks may still have"):
         while not all_know_the_end(talk):
@@ -49,7 +49,7 @@ def all_know_the_end(talk: Talk) -> bool:
     return len(runs) == 1 and runs[0].window is None and nobody_has_more
 
 
-def _next(talk: Talk, exchange: Exchanges) -> StandIn | None:
+def _next(talk: Talk, exchange: ExchangeOf) -> StandIn | None:
     """The next window that any rank closes, where no forward communicates."""
     runs = talk.known
     alone = runs[0] if len(runs) == 1 else None
@@ -69,5 +69,5 @@ def _next(talk: Talk, exchange: Exchanges) -> StandIn | None:
     return StandIn(closing, place)
 
 
-def _last_place(run: Run, exchange: Exchanges) -> Place:
+def _last_place(run: Run, exchange: ExchangeOf) -> Place:
     return run.stand_in(exchange(run), Role.MISSES)._replace(last=True)

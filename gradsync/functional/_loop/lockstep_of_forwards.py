@@ -88,18 +88,16 @@ class Lockstep:
         talk, run = self._talk, self._talk.chief
         assert run is not None, "they have met"
         alone = len(talk.known) == 1
+        size = 0.0
         if alone and any(share.left for share in talk.shares):
-            stand_in(run, Role.REPEATS)  # opens the window if none is, which plans it
+            size = float(stand_in(run, Role.REPEATS).size)  # opens the window if none is, which plans it
         if run.window is not None and self._planned is not None:
             return StandIn(run, stand_in(run, _role(run))._replace(last=run.index + 1 >= self._planned))
         shares = self._said_ahead(run)
         comes = any(share.closing != NOBODY for share in shares)
         enough = _is_enough(shares, closes=_closes(run, _size(run, shares, stand_in)) if comes else None)
         if _opens(run) or not enough:
-            mine = Share(open=talk.first_open, once=float(alone))
-            if _opens(run) and alone and any(share.left for share in talk.shares):
-                mine = mine._replace(size=float(stand_in(run, Role.MISSES).size))
-            shares = talk.ask(mine)
+            shares = talk.ask(Share(open=talk.first_open, size=size, once=float(alone)))
         called = talk.closing(shares)
         if called is None:
             self._discard_empty()

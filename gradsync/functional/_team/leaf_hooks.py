@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Arrivals:
     """Calls `came(parameter)` after each gradient that arrives at a parameter; `torch.autograd.grad` brings none.
 
-    It costs 0.1 us for a parameter in each backward. Hooks at autograd's nodes would cost three times as much, and as
-    much again for good once they are removed, because a node never forgets that it had one.
+    An empty hook costs 0.1 us for a parameter in each backward. At a node of autograd's it would cost 0.4, and 0.3 for
+    good once it is removed, because a node never forgets that it had one.
     """
 
     def __init__(self, leaves: Iterable[torch.Tensor], came: Callable[[torch.Tensor], None]) -> None:

@@ -34,5 +34,7 @@ def _share_of_mean(window: Window, loss: torch.Tensor) -> torch.Tensor:
     seed = seeds.get(key)
     # If the loss is a view of a parameter, the seed itself becomes a gradient, and is written to later.
     if seed is None or seed._version:
+        if len(seeds) > 16:  # a user's steps may take any number of values
+            seeds.clear()
         seed = seeds[key] = torch.ones_like(loss, requires_grad=False) / window.size
     return seed
