@@ -139,10 +139,16 @@ def _documentation(decorated: Accumulated[..., Any]) -> str:
 
 
 _HELP = property(_documentation)
+
+if TYPE_CHECKING:
+    _BoundWrapper = wrapt.BoundFunctionWrapper[..., Any]
+    _Wrapper = wrapt.FunctionWrapper[..., Any]
+else:  # they take no parameters before wrapt 2.2
+    _BoundWrapper, _Wrapper = wrapt.BoundFunctionWrapper, wrapt.FunctionWrapper
 _SETTINGS = {*Settings.__dataclass_fields__, "model", "optimizer", "scheduler", "scaler"}
 
 
-class _AccumulatedMethod(Accumulated[P, R_co], wrapt.BoundFunctionWrapper[..., Any]):  # type: ignore[misc] # `__get__`
+class _AccumulatedMethod(Accumulated[P, R_co], _BoundWrapper):  # type: ignore[misc] # `__get__`
     __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
 
     @property
@@ -168,7 +174,7 @@ class _AccumulatedMethod(Accumulated[P, R_co], wrapt.BoundFunctionWrapper[..., A
         return getattr(copy.deepcopy(self._self_instance, memo), self.__name__)
 
 
-class AccumulatedFunction(Accumulated[P, R_co], wrapt.FunctionWrapper[..., Any]):  # type: ignore[misc] # noqa: D101
+class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc] # noqa: D101
     __bound_function_wrapper__ = _AccumulatedMethod
     __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
 
