@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dis import opname
 from inspect import CO_GENERATOR
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-    from types import CodeType, FrameType
+from types import CodeType, FrameType
 
 
 def drawn_by(frame: FrameType | None) -> list[CodeType]:

@@ -8,13 +8,11 @@ parameter do not know of each other. What refers to an object of the user's is w
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
+from torch import nn
 
 MAKERS: dict[type, Callable[[Any], Any]] = {}
 """Engines registered with `engines.register`, by the class of the wrapper."""

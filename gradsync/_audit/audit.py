@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,9 +13,6 @@ from gradsync._audit.report import AuditReport
 from gradsync._audit.watch import Watch
 from gradsync._errors import GradSyncError
 from gradsync.ranks.group import require_group
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 _USE = "Use it as `with gradsync.audit(model, optimizer) as report:`, around the loop, and ask the report."
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
 
 # Private in torch 2.13, and what DDP and FSDP themselves use: the number of the graph that autograd is working on in
 # this thread (-1 outside a backward), and a queue of what to call at that graph's end. The numbers grow.

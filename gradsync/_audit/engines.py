@@ -17,19 +17,16 @@ All that this needs of torch's privates is in this file, and, where versions of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from gradsync.engines._torch import groups_of, whole_gradient
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.hooks import RemovableHandle
 
 # Attributes of a DDP that the rest of gradsync writes, which imports nothing of the audit.
 BY_HAND = "_gradsync_reductions"

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._audit.engines import WatchedDDP
 from gradsync._errors import GradSyncError
 from gradsync.engines import behind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import nn
 
 
 def find_ddps(models: Iterable[nn.Module], known: Iterable[WatchedDDP]) -> list[WatchedDDP]:

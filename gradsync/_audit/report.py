@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import median
-from typing import TYPE_CHECKING
 
 from gradsync._audit.backward import Clock
+from gradsync._audit.counts import Counts, Missed, Times, Wasted
 from gradsync._errors import GradSyncError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from gradsync._audit.counts import Counts, Missed, Times, Wasted
 
 _WASTED: dict[Wasted, str] = {
     "not held": (

@@ -7,24 +7,20 @@ does not matter what started a synchronisation, nor whether it ends with the bac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gradsync._audit.backward import Backward, Clock, current_task
-from gradsync._audit.counts import Counts, Stretch
+from gradsync._audit.counts import Counts, Missed, Stretch, Wasted
 from gradsync._audit.engines import NoEngine, WatchedDDP, WatchedEngine, WatchedFSDP2, hook_gradient, rank_and_ranks
 from gradsync._audit.find_engines import find_ddps, find_fsdp2
 from gradsync.engines import behind
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-    from torch import nn
-    from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
-
-    from gradsync._audit.counts import Missed, Wasted
 
 
 class _Account:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import inspect
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, TypeVar, overload
 
@@ -12,15 +13,10 @@ import wrapt
 from typing_extensions import ParamSpec, Self
 
 from gradsync._state import FUNCTIONS
-from gradsync.decorator.calls import CallsByInstance
+from gradsync.decorator.calls import Calls, CallsByInstance
 from gradsync.decorator.over import Over, over
+from gradsync.decorator.progress import Progress
 from gradsync.decorator.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from gradsync.decorator.calls import Calls
-    from gradsync.decorator.progress import Progress
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from typing_extensions import ParamSpec
 
 from gradsync.decorator.accumulated import Accumulated, AccumulatedFunction
 from gradsync.decorator.participants import Finder, Naming
 from gradsync.decorator.settings import Compress, Settings, Sync
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from gradsync.functional import NonFinite, Steps, Tail
-    from gradsync.parts import Cut
+from gradsync.functional import NonFinite, Steps, Tail
+from gradsync.parts import Cut
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+import torch
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradsync._errors import GradSyncError
-from gradsync.functional import find_loss
+from gradsync.decorator.replay_of_forward import Replay
+from gradsync.functional import Loop, LossSum, Run, Team, find_loss
 from gradsync.ranks.lost import cannot_be_skipped
 from gradsync.ranks.meet import meet, ranks_where
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-    from torch import nn
-
-    from gradsync.decorator.replay_of_forward import Replay
-    from gradsync.functional import Loop, LossSum, Run, Team
-
-Call: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]"
+Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """The user's function, and the arguments of one call. A plain tuple, because a class costs time in each call."""
 
 

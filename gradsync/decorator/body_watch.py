@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gradsync._errors import GradSyncError
-from gradsync.functional import GradientWatch
-
-if TYPE_CHECKING:
-    from gradsync.functional import Team
+from gradsync.functional import GradientWatch, Team
 
 
 class BodyWatch(GradientWatch):

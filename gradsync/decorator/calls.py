@@ -6,12 +6,14 @@ import itertools
 import sys
 import warnings
 import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync.decorator.checkpoint import VERSION, check, check_steps_of, load, progress_in, save, windows_in
@@ -20,16 +22,10 @@ from gradsync.decorator.loops import Loops
 from gradsync.decorator.micro_batches import MicroBatches
 from gradsync.decorator.participants import check_complete, participants_of
 from gradsync.decorator.progress import Progress
+from gradsync.decorator.settings import Settings
+from gradsync.functional import Loop, Run, Who
 from gradsync.overlap import LEFT
 from gradsync.ranks.meet import nothing_here
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch import nn
-
-    from gradsync.decorator.settings import Settings
-    from gradsync.functional import Loop, Run, Who
 
 _MOST_NESTED = 64  # functions in nested `.over`s; a run's key is the number of its windows times this, plus its place
 

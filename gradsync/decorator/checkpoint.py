@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
+from gradsync.decorator.micro_batches import MicroBatches
 from gradsync.decorator.progress import Progress
-from gradsync.functional import window_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from gradsync.decorator.micro_batches import MicroBatches
-    from gradsync.functional import Steps
+from gradsync.functional import Steps, window_size
 
 VERSION = 2
 _NUMBERS = ("micro_steps", "updates", "window", "skipped", "dropped", "replays", "index", "size")

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
 from gradsync._errors import GradSyncError
-from gradsync.functional import Transport
+from gradsync.functional import Team, Transport, Window
+from gradsync.overlap import Travel
 from gradsync.overlap.attach import attach
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gradsync.functional import Team, Window
-    from gradsync.overlap import Travel
 
 
 class Compressed(Transport):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import find
 from gradsync.functional import Run, Who, discard
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import nn
 
 
 def drop_cut_off(name: str, models: Sequence[nn.Module], cut_off: list[Who], runs: Iterable[Run]) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict, deque
+from collections.abc import Iterable, Iterator
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 _LOOKED_THROUGH = 64  # a sequence among the arguments is searched up to this length; a longer sequence is data
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from gradsync._errors import GradSyncError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from gradsync.functional import Loop
+from gradsync.functional import Loop
 
 
 class Running(NamedTuple):

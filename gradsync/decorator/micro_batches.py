@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
 from gradsync._step_hook import watch_steps
-from gradsync.decorator.body import Body
+from gradsync.decorator.body import Body, Call
 from gradsync.decorator.body_watch import BodyWatch
 from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.overlapped import Overlapped
-from gradsync.decorator.participants import reference
-from gradsync.decorator.progress import Record
+from gradsync.decorator.participants import Participants, reference
+from gradsync.decorator.progress import Progress, Record
 from gradsync.decorator.replay_of_forward import Replay
+from gradsync.decorator.settings import Settings
 from gradsync.decorator.updater import Updater
-from gradsync.functional import InParts, Role, Run, Who, check_steppable, detach, is_scaling, owned
+from gradsync.functional import (
+    Closing,
+    InParts,
+    Loop,
+    Place,
+    Role,
+    Run,
+    Who,
+    check_steppable,
+    detach,
+    is_scaling,
+    owned,
+)
 from gradsync.ranks.lost import WaitingFor
-
-if TYPE_CHECKING:
-    import weakref
-    from collections.abc import Callable, Sequence
-
-    from torch.optim import Optimizer
-
-    from gradsync.decorator.body import Call
-    from gradsync.decorator.participants import Participants
-    from gradsync.decorator.progress import Progress
-    from gradsync.decorator.settings import Settings
-    from gradsync.functional import Closing, Loop, Place
 
 
 class MicroBatches:

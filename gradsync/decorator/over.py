@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from types import CodeType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gradsync._errors import GradSyncError
 from gradsync._frames import drawn_by, is_left_on_purpose
-from gradsync.functional import Loop, length
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from types import CodeType
-
-    from gradsync.decorator.calls import Calls
-    from gradsync.decorator.micro_batches import MicroBatches
-    from gradsync.functional import Run, StandIn
+from gradsync.decorator.calls import Calls
+from gradsync.decorator.micro_batches import MicroBatches
+from gradsync.functional import Loop, Run, StandIn, length
 
 T = TypeVar("T")
 

@@ -7,16 +7,34 @@ of the next window they land: the call then makes the true update, and calls `on
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+
+from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
 from gradsync._state import TRAVELLING
 from gradsync._step_hook import stepping
+from gradsync.decorator.body_watch import BodyWatch
 from gradsync.decorator.compressed import Compressed, travels_of
+from gradsync.decorator.progress import Record
+from gradsync.decorator.settings import Settings
 from gradsync.decorator.updater import Updater
-from gradsync.functional import Transport, bare_optimizer, factor_of_update, refuse_nonfinite, window_size
+from gradsync.functional import (
+    Closing,
+    Place,
+    Run,
+    Team,
+    Transport,
+    Window,
+    bare_optimizer,
+    factor_of_update,
+    refuse_nonfinite,
+    window_size,
+)
 from gradsync.overlap import (
+    Flight,
+    InFlight,
     check_compress,
     check_ddp,
     check_optimizers,
@@ -26,19 +44,8 @@ from gradsync.overlap import (
     landing,
     step_ahead,
 )
+from gradsync.overlap.saved import Saved
 from gradsync.ranks.lost import WaitingFor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch.nn.parallel import DistributedDataParallel
-
-    from gradsync.decorator.body_watch import BodyWatch
-    from gradsync.decorator.progress import Record
-    from gradsync.decorator.settings import Settings
-    from gradsync.functional import Closing, Place, Run, Team, Window
-    from gradsync.overlap import Flight, InFlight
-    from gradsync.overlap.saved import Saved
 
 # An attribute of a DDP, for the audit: the number of windows whose gradients travel from it.
 _NUM_TRAVELLING = "_gradsync_travelling"

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
 from gradsync.decorator.kinds import cores, inside, kind_of, moved_by
 from gradsync.engines import is_engine
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch.optim import Optimizer
-
-Naming: TypeAlias = "Any | Callable[..., Any] | None"
+Naming: TypeAlias = Any | Callable[..., Any] | None
 """An object, a tuple of objects, or a function of the call's arguments; None to search the arguments by type."""
 
 

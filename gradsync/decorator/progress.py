@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gradsync.functional import Update
+import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from gradsync.functional import Closing, Run
+from gradsync.functional import Closing, Run, Update
 
 NO_UPDATE = Update(stepped=False, grad_norm=None)
 

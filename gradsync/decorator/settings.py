@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
+from gradsync.decorator.participants import Finder
 from gradsync.functional import NonFinite, Steps, Tail, Terms
 from gradsync.overlap import check_compress, check_settings
-from gradsync.parts import Fit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from gradsync.decorator.participants import Finder
-    from gradsync.parts import Cut
+from gradsync.parts import Cut, Fit
 
 Sync = Literal["window", "each", "shard"]
 Compress = Literal["bf16"]

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
+
+from torch.amp import GradScaler
 
 from gradsync._step_hook import stepping
-from gradsync.decorator.participants import reference
-from gradsync.decorator.progress import NO_UPDATE
-from gradsync.functional import factor_of_update, move, refuse_nonfinite, step_optimizers, zero
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.amp import GradScaler
-
-    from gradsync.decorator.body_watch import BodyWatch
-    from gradsync.decorator.participants import Participants
-    from gradsync.decorator.progress import Record
-    from gradsync.decorator.settings import Settings
-    from gradsync.functional import Closing, Place, Run, Team, Update, Window
+from gradsync.decorator.body_watch import BodyWatch
+from gradsync.decorator.participants import Participants, reference
+from gradsync.decorator.progress import NO_UPDATE, Record
+from gradsync.decorator.settings import Settings
+from gradsync.functional import (
+    Closing,
+    Place,
+    Run,
+    Team,
+    Update,
+    Window,
+    factor_of_update,
+    move,
+    refuse_nonfinite,
+    step_optimizers,
+    zero,
+)
 
 
 class Updater:

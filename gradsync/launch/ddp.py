@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.launch.compress import compress_gradients
 from gradsync.overlap import check_compress
 from gradsync.ranks.group import require_group
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def ddp(model: nn.Module, *, compress: Literal["bf16"] | None = None, **kwargs: Any) -> nn.Module:

@@ -12,13 +12,11 @@ import json
 import os
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
-
-if TYPE_CHECKING:
-    from datetime import timedelta
 
 _PAUSE = 0.02  # seconds between two looks
 

@@ -7,6 +7,7 @@ import os
 import warnings
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,6 @@ from gradsync._errors import GradSyncError
 from gradsync.launch.device import default_backend, device_of
 from gradsync.launch.fresh_store import fresh_store, is_shared
 from gradsync.launch.leaving import leave
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _USE = "Use it as `with gradsync.process_group() as world:`, around everything that the ranks do together."
 

@@ -6,16 +6,14 @@ Private in torch (read in torch 2.13; tests/overlap/test_travel.py fails when it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
 from gradsync.overlap.travel import Travel, travel
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
 
 
 def attach(

@@ -5,21 +5,17 @@ Private in torch (read in torch 2.13; tests/overlap/test_check.py fails when it 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
 from gradsync.functional import is_scaling
 from gradsync.overlap.attach import foreign_hook
 from gradsync.overlap.provisional import communicates, inner
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch.amp import GradScaler
-    from torch.optim import Optimizer
 
 # By name, because importing torch.distributed.optim takes long. Other steps that communicate are found when they run.
 _COMMUNICATES = {

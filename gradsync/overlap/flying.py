@@ -10,26 +10,22 @@ Each function returns what the next one takes. Its argument can still be used.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
 from gradsync.functional import Who, discard
 from gradsync.overlap.provisional import inner, owned_trainable, provisional_step
+from gradsync.overlap.saved import Saved
+from gradsync.overlap.travel import Flight
 from gradsync.overlap.watch import Watch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import torch
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from gradsync.overlap.saved import Saved
-    from gradsync.overlap.travel import Flight
 
 LEFT = (
     "Gradients were still travelling, and their update was not made, as {what} ended: its parameters lack their last "

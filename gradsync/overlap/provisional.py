@@ -12,23 +12,20 @@ Private in torch (read in torch 2.13; tests/overlap/test_provisional.py fails wh
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 import torch.optim.optimizer as torch_optimizer
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsync._errors import GradSyncError
 from gradsync.functional import all_finite, clip, discard, normalise
 from gradsync.overlap.saved import Saved
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    import torch.distributed as dist
-    from torch import nn
-    from torch.optim import Optimizer
 
 
 def inner(optimizer: Optimizer) -> Optimizer:

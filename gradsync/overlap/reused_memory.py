@@ -9,12 +9,9 @@ Private in torch (read in torch 2.13; tests/overlap/test_travel.py fails when it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _NOBODY = 2  # the use count of a storage that only its tensor holds: that tensor, and the call that asks
 

@@ -11,16 +11,13 @@ A picture is a snapshot of a value, from which the value is restored.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from torch.optim import Optimizer
+from torch.optim import Optimizer
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _ABSENT: Any = object()

@@ -7,20 +7,16 @@ module and `_optimizer_state_dict_pre_hooks` of an optimizer, where their hooks 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gradsync._errors import GradSyncError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
-
-    from gradsync.functional import Who
+from gradsync.functional import Who
 
 
 class Watch:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
 # What a gradient is, without keeping it alive: its id, its version, whether it is a view, and whether it is sparse (a
 # dense one in the place of a sparse one may get the same id).
-_State: TypeAlias = "tuple[int, int, bool, bool]"
+_State: TypeAlias = tuple[int, int, bool, bool]
 
 
 class Arrived:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, MutableMapping, MutableSequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from gradsync._errors import GradSyncError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import TypeAlias
-
-    from torch import nn
-
-    Seen: TypeAlias = Sequence[tuple[torch.Tensor | None, int]]  # buffers and their versions
+Seen: TypeAlias = Sequence[tuple[torch.Tensor | None, int]]  # buffers and their versions
 
 # Long lists of tokens or names are full of these, and they hold no tensor.
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})

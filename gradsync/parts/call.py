@@ -9,28 +9,23 @@ from __future__ import annotations
 
 import math
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import LossSum, check_loss, detach, find_loss, tensor_of
 from gradsync.parts.arrived import Arrived
 from gradsync.parts.before import Before
-from gradsync.parts.cut import first_rows, shape_of
+from gradsync.parts.cut import Arguments, first_rows, shape_of
 from gradsync.parts.loss import add, put
 from gradsync.parts.out_of_memory import free, is_out_of_memory, let_go
 from gradsync.parts.quiet import Quiet
 from gradsync.parts.refuse import check_graph
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    import torch
-
-    from gradsync.parts.cut import Arguments
-    from gradsync.parts.remembered_fit import Fit
+from gradsync.parts.remembered_fit import Fit
 
 _SMALLEST = 2.0**-16  # a share of a call: below it, the user's cutting function is assumed to make no progress
 

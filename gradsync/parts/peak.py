@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _MARGIN = 0.9  # of what is free: allocators cut it into blocks, and lose some between them
 
@@ -23,7 +21,7 @@ class Took(NamedTuple):
     free: float
 
 
-Meter: TypeAlias = "Callable[[Callable[[], object]], Took | None]"
+Meter: TypeAlias = Callable[[Callable[[], object]], Took | None]
 """Makes an attempt; None if this machine does not tell what it took."""
 
 

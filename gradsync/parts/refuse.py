@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Iterator
 
+import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradsync._errors import GradSyncError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
-
-    import torch
-    from torch.autograd.graph import Node
-
-    from gradsync.engines import Engine
+from gradsync.engines import Engine
 
 
 def check_models(models: Iterable[nn.Module]) -> None:

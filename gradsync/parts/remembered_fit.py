@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
 
 from gradsync._errors import GradSyncError
+from gradsync.engines import Engine
 from gradsync.parts.before import ForwardState
-from gradsync.parts.cut import count_rows, cut_rows
+from gradsync.parts.cut import Arguments, Cut, count_rows, cut_rows
 from gradsync.parts.refuse import check_engines, check_models
 from gradsync.parts.sizes import Sizes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-
-    from gradsync.engines import Engine
-    from gradsync.parts.cut import Arguments, Cut
 
 
 class Fit:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
 
 _PATIENCE = 64  # calls in parts, before a larger size is tried
 _MOST_PATIENCE = 4096

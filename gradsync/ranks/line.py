@@ -7,16 +7,14 @@ of its own: to wait for it is never to wait for a backward that was launched aft
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradsync.ranks.group import timeout_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 Row = list["float | torch.Tensor"]
 

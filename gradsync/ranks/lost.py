@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError, is_misuse
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # gloo raises plain RuntimeErrors. torch 2.13 used these words whenever ranks were killed or hung, or links were cut
 # (tests/faults). Other backends and the store raise DistErrors.

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # TimeoutError itself only since Python 3.11
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
 from gradsync.ranks.group import several_ranks, timeout_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from typing import TypeAlias
-
-    _Said: TypeAlias = "list[tuple[str, Any]]"
-    """By rank: the topic that it came to, and its words; None in place of words from a rank that has nothing."""
+_Said: TypeAlias = list[tuple[str, Any]]
+"""By rank: the topic that it came to, and its words; None in place of words from a rank that has nothing."""
 
 T = TypeVar("T")
 

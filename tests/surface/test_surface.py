@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from typing import get_type_hints
 
 import gradsync
+from gradsync import functional
 
 PUBLIC = {
     "GradSyncError", "LossSum", "MicroStep", "Progress", "accumulating", "audit", "ddp", "engines", "functional", "no_sync",
@@ -41,6 +43,17 @@ def test_signatures():
     assert issubclass(gradsync.GradSyncError, RuntimeError)
 
 
+def test_annotations_are_there_for_who_asks_at_run_time():
+    """Tools that build command lines or pages of documentation ask for them."""
+    functions = [getattr(gradsync, name) for name in PUBLIC] + [getattr(functional, name) for name in functional.__all__]
+    for one in filter(callable, functions):
+        if inspect.isfunction(one) or inspect.isclass(one):
+            get_type_hints(one)
+        for method in vars(one).values() if inspect.isclass(one) and one.__module__.startswith("gradsync.") else ():
+            if inspect.isfunction(method):
+                get_type_hints(method)
+
+
 def test_importing_it_brings_in_nothing_but_its_dependencies():
     """No optional package, and no sharded engine before one is met."""
     code = """if 1:
@@ -50,5 +63,6 @@ def test_importing_it_brings_in_nothing_but_its_dependencies():
         new = {name.split(".")[0] for name in set(sys.modules) - before}
         assert not new & {"accelerate", "lightning", "lightning_fabric", "matplotlib", "tqdm", "transformers"}, new
         assert "gradsync.bench" not in sys.modules
+        assert "torch.distributed.fsdp" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

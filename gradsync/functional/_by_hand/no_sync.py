@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
 from gradsync._errors import GradSyncError
-from gradsync.engines import find, uncovered
+from gradsync.engines import Engine, find, uncovered
 from gradsync.functional._team.hold import Hold
 from gradsync.ranks.group import require_group, several_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from gradsync.engines import Engine
 
 
 class no_sync(Hold):  # noqa: N801 - a function to its users, like torch's own

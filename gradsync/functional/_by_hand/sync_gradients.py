@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import nn
 
 from gradsync.functional._by_hand.no_sync import check_modules
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.profiler_ranges import named_range
 from gradsync.ranks.group import require_group
 from gradsync.ranks.lost import WaitingFor
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def sync_gradients(*models: nn.Module) -> None:

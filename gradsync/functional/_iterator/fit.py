@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
+from gradsync.functional._iterator.micro_step import MicroStep
 from gradsync.functional._parts.in_parts import InParts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from gradsync.functional._iterator.micro_step import MicroStep
-    from gradsync.parts import Cut
+from gradsync.parts import Cut
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from types import CodeType, FrameType
+
+import torch
+from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync._frames import is_left_on_purpose
+from gradsync.functional._team.team import Team
 from gradsync.functional._update.gradients import values_here
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from types import CodeType, FrameType
-
-    import torch
-    from torch import nn
-
-    from gradsync.functional._team.team import Team
-    from gradsync.functional._window.driver import Run
+from gradsync.functional._window.driver import Run
 
 _LEFT = "_gradsync_left"  # of a gradient that a window left behind, or an update used: its version then
 

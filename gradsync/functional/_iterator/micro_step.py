@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import CodeType, TracebackType
+from typing import Any
+
+import torch
 
 from gradsync._errors import GradSyncError
 from gradsync._frames import drawn_by
 from gradsync._loss import LossSum
 from gradsync.functional._iterator.turn_watch import TurnWatch, mixed
+from gradsync.functional._team.backward import RunBackward
 from gradsync.functional._update.gradients import normalise
 from gradsync.functional._update.profiler_ranges import NO_RANGE
+from gradsync.functional._window.driver import Run
 from gradsync.functional._window.place import Place, Role
+from gradsync.functional._window.what_came import Closing
 from gradsync.ranks.lost import waited
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
-    from types import CodeType, TracebackType
-
-    import torch
-
-    from gradsync.functional._team.backward import RunBackward
-    from gradsync.functional._window.driver import Run
-    from gradsync.functional._window.what_came import Closing
 
 
 class MicroStep:

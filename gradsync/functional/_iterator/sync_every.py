@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
+
+from torch import nn
 
 from gradsync.functional._by_hand.no_sync import check_modules
 from gradsync.functional._iterator.left_gradients import leave
@@ -13,15 +16,9 @@ from gradsync.functional._loop.items import length
 from gradsync.functional._loop.loop import Loop
 from gradsync.functional._window.driver import Run
 from gradsync.functional._window.run_settings import Terms, Who
+from gradsync.functional._window.steps import Steps
 from gradsync.ranks.group import require_group
 from gradsync.ranks.meet import insist, meet
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from torch import nn
-
-    from gradsync.functional._window.steps import Steps
 
 T = TypeVar("T")
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync._state import OPEN
 from gradsync._step_hook import watch_steps
 from gradsync.functional._iterator.left_gradients import insist_on_none_inside, insist_on_none_left, mark
 from gradsync.functional._team.leaf_hooks import Arrivals, PlainBackward
+from gradsync.functional._team.team import Team
 from gradsync.functional._update.optimizers import owned
+from gradsync.functional._window.driver import Run
 from gradsync.functional._window.gradient_watch import GradientWatch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    import torch
-    from torch import nn
-
-    from gradsync.functional._team.team import Team
-    from gradsync.functional._window.driver import Run
-    from gradsync.functional._window.place import Place
-    from gradsync.functional._window.what_came import Closing
+from gradsync.functional._window.place import Place
+from gradsync.functional._window.what_came import Closing
 
 
 class TurnWatch:

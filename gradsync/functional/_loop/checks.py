@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from gradsync._errors import GradSyncError
+from gradsync.engines import Engine
 from gradsync.ranks.meet import agreed, ranks_where
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from gradsync.engines import Engine
 
 
 def insist_on_windows(said: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
-from gradsync.functional._loop.lockstep_of_forwards import StandIn
-from gradsync.functional._window.place import Role
+from gradsync.functional._loop.lockstep_of_forwards import Lockstep, StandIn
+from gradsync.functional._loop.loop_exchange import LoopExchange
+from gradsync.functional._loop.talk import Talk
+from gradsync.functional._window.driver import Run
+from gradsync.functional._window.place import Place, Role
 from gradsync.functional._window.table import ASKS, NOBODY, Share
 from gradsync.functional._window.tail import ends_with_data
 from gradsync.ranks.lost import WaitingFor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from gradsync.functional._loop.lockstep_of_forwards import Lockstep
-    from gradsync.functional._loop.loop_exchange import LoopExchange
-    from gradsync.functional._loop.talk import Talk
-    from gradsync.functional._window.driver import Run
-    from gradsync.functional._window.place import Place
-
-    ExchangeOf = Callable[[Run], LoopExchange]
+ExchangeOf = Callable[[Run], LoopExchange]
 
 
 def places_alone(talk: Talk, exchange: ExchangeOf) -> Iterator[StandIn]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import TypeVar
 
 from gradsync._errors import GradSyncError
 from gradsync.functional._window.table import PERHAPS, UNKNOWN
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator
 
 T = TypeVar("T")
 

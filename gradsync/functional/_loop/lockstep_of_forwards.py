@@ -13,20 +13,17 @@ again, and wait.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from gradsync.functional._loop.items import Data
+from gradsync.functional._loop.talk import Talk
+from gradsync.functional._window.driver import Run
 from gradsync.functional._window.place import Place, Role
 from gradsync.functional._window.table import NOBODY, PERHAPS, UNKNOWN, Share
 from gradsync.functional._window.tail import ends_with_data
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from gradsync.functional._loop.items import Data
-    from gradsync.functional._loop.talk import Talk
-    from gradsync.functional._window.driver import Run
-    from gradsync.functional._window.window import Window
-    from gradsync.ranks.line import Sent
+from gradsync.functional._window.window import Window
+from gradsync.ranks.line import Sent
 
 
 class StandIn(NamedTuple):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import CodeType
+from typing import Any, TypeVar
 
 from gradsync._frames import driver_of, is_running
 from gradsync._state import LOOPS
@@ -18,18 +20,12 @@ from gradsync.functional._loop.checks import (
 )
 from gradsync.functional._loop.data_ended import all_know_the_end, places_after_data, places_alone
 from gradsync.functional._loop.items import Data
-from gradsync.functional._loop.lockstep_of_forwards import Lockstep
+from gradsync.functional._loop.lockstep_of_forwards import Lockstep, StandIn
 from gradsync.functional._loop.loop_exchange import LoopExchange
 from gradsync.functional._loop.talk import Talk
+from gradsync.functional._window.driver import Run
 from gradsync.functional._window.table import NOBODY, UNKNOWN, Share
 from gradsync.ranks.meet import meet_with_data, nothing_here
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import CodeType
-
-    from gradsync.functional._loop.lockstep_of_forwards import StandIn
-    from gradsync.functional._window.driver import Run
 
 T = TypeVar("T")
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from gradsync._errors import GradSyncError
+from gradsync.functional._loop.items import Data
+from gradsync.functional._loop.lockstep_of_forwards import Lockstep
+from gradsync.functional._loop.talk import Talk
+from gradsync.functional._window.driver import Run
 from gradsync.functional._window.exchange import Exchange, alike
 from gradsync.functional._window.table import ASKS, NOBODY, Share
 from gradsync.functional._window.tail import ends_with_data
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from gradsync.functional._loop.items import Data
-    from gradsync.functional._loop.lockstep_of_forwards import Lockstep
-    from gradsync.functional._loop.talk import Talk
-    from gradsync.functional._window.driver import Run
-    from gradsync.functional._window.window import Window
-    from gradsync.ranks.line import Sent
+from gradsync.functional._window.window import Window
+from gradsync.ranks.line import Sent
 
 
 class LoopExchange(Exchange):

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 import torch
+from torch.amp import GradScaler
 
 from gradsync._errors import GradSyncError
-from gradsync._loss import tensor_of
+from gradsync._loss import LossSum, tensor_of
 from gradsync.engines import find
-from gradsync.functional._window.place import Role
+from gradsync.functional._team.team import Team
+from gradsync.functional._window.boundary import Passage
+from gradsync.functional._window.driver import Run
+from gradsync.functional._window.place import Place, Role
 from gradsync.functional._window.weigh import weigh
-from gradsync.parts import Backward, Fit, is_out_of_memory, run_in_parts
+from gradsync.functional._window.what_came import Closing
+from gradsync.parts import Backward, Cut, Fit, is_out_of_memory, run_in_parts
 from gradsync.ranks.lost import cannot_be_skipped, is_lost
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import TracebackType
-
-    from torch.amp import GradScaler
-
-    from gradsync._loss import LossSum
-    from gradsync.functional._team.team import Team
-    from gradsync.functional._window.boundary import Passage
-    from gradsync.functional._window.driver import Run
-    from gradsync.functional._window.place import Place
-    from gradsync.functional._window.what_came import Closing
-    from gradsync.parts import Cut
 
 
 class InParts:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import find_loss, tensor_of
-from gradsync.engines import find
+from gradsync.engines import Engine, find
 from gradsync.functional._by_hand.no_sync import check_modules
 from gradsync.functional._team.hold import Hold
 from gradsync.parts.before import Before, ForwardState
 from gradsync.parts.out_of_memory import free, is_out_of_memory, let_go
-from gradsync.parts.peak import is_room, meter_of
+from gradsync.parts.peak import Meter, Took, is_room, meter_of
 from gradsync.ranks.group import require_group, several_ranks
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import agreed, meet
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import nn
-
-    from gradsync.engines import Engine
-    from gradsync.parts.peak import Meter, Took
 
 
 def rows_that_fit(

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd import graph
 
 from gradsync._errors import GradSyncError
+from gradsync.functional._team.order import Order
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from gradsync.functional._team.order import Order
-
-
-RunBackward: TypeAlias = "Callable[[torch.Tensor], object]"
+RunBackward: TypeAlias = Callable[[torch.Tensor], object]
 """Runs a backward in place of `loss.backward()`: `accelerator.backward`, `fabric.backward`."""
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
 
 from gradsync._state import SWITCHING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-
-    from gradsync.engines import Engine
+from gradsync.engines import Engine
 
 # Two threads may hold one teacher: the first to end must not switch it on for the other. The number of holders stands
 # on the parameter itself, while there are any.

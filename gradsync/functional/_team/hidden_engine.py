@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable
+from typing import Any
 
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import is_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
-    from torch import nn
 
 
 class HiddenEngineWatch:

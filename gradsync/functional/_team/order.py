@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from gradsync._errors import GradSyncError
+from gradsync.engines import Engine
 from gradsync.ranks.lost import is_lost
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from gradsync._errors import GradSyncError
-    from gradsync.engines import Engine
 
 
 class Order(NamedTuple):

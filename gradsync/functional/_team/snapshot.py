@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from gradsync.engines import is_engine
 from gradsync.functional._update.optimizers import owned
 from gradsync.ranks.group import several_ranks
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-    from typing import TypeAlias
-
-    from torch.optim import Optimizer
-
-    Gathered: TypeAlias = Mapping[torch.Tensor, nn.Parameter]
+Gathered: TypeAlias = Mapping[torch.Tensor, nn.Parameter]
 
 NOTHING: Gathered = MappingProxyType({})
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import attach, find, is_compiled, ungather
@@ -23,13 +27,6 @@ from gradsync.ranks.group import require_group
 from gradsync.ranks.line import Line
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import insist, meet
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    import torch
-    from torch.optim import Optimizer
 
 
 class Team:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 from typing_extensions import TypeIs
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._update.gradients import known_spread, local_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import nn
-    from torch.amp import GradScaler
-    from torch.optim import Optimizer
-
-    from gradsync.functional._update.gradients import Spread
+from gradsync.functional._update.gradients import Spread, known_spread, local_of
 
 
 def is_scaling(scaler: GradScaler | None) -> TypeIs[GradScaler]:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import is_in_pieces
 from gradsync.ranks.group import several_ranks
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from typing import TypeAlias
-
-    from torch import nn
-
-    Spread: TypeAlias = Mapping[int, dist.ProcessGroup]
+Spread: TypeAlias = Mapping[int, dist.ProcessGroup]
 
 WHOLE: Spread = MappingProxyType({})
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-    from torch.optim import Optimizer
+from torch import nn
+from torch.optim import Optimizer
 
 
 def owned(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync._errors import GradSyncError
 from gradsync.functional._update.grad_scaler import found_inf, is_scaling, unscale
-from gradsync.functional._update.gradients import all_finite, clip, discard, normalise
+from gradsync.functional._update.gradients import Spread, all_finite, clip, discard, normalise
 from gradsync.functional._update.optimizers import bare_optimizer, owned
 from gradsync.functional._update.profiler_ranges import named_range
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from torch.amp import GradScaler
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from gradsync.functional._update.gradients import Spread
 
 NonFinite = Literal["step", "skip", "raise"]
 

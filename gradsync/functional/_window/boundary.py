@@ -6,31 +6,24 @@ goes no further. Their `closing` is then what came to the window; None in a held
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from torch.autograd import Variable
+from typing_extensions import Self
 
 from gradsync.engines import clarify
 from gradsync.functional._team.order import HELD, Order
+from gradsync.functional._window.exchange import Exchange
 from gradsync.functional._window.factor import factor_of
-from gradsync.functional._window.table import SUMS
+from gradsync.functional._window.run_settings import Terms
+from gradsync.functional._window.table import SUMS, Share
+from gradsync.functional._window.transport import Transport
 from gradsync.functional._window.what_came import Closing
+from gradsync.functional._window.window import Window
+from gradsync.ranks.line import Sent
 from gradsync.ranks.lost import WaitingFor, is_lost, lost
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from typing_extensions import Self
-
-    from gradsync.functional._window.exchange import Exchange
-    from gradsync.functional._window.run_settings import Terms
-    from gradsync.functional._window.table import Share
-    from gradsync.functional._window.transport import Transport
-    from gradsync.functional._window.window import Window
-    from gradsync.ranks.line import Sent
-
-    Passage: TypeAlias = "Held | Boundary"
 
 
 class Held:
@@ -185,6 +178,9 @@ class Boundary:
         source = self._source()
         for engine in self._window.active:
             engine.share_buffers(source)
+
+
+Passage: TypeAlias = Held | Boundary
 
 
 class Joined:

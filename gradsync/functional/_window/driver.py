@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch.amp import GradScaler
 from torch.autograd import profiler
 
 from gradsync._loss import LossSum, check_loss, no_gradient
 from gradsync._state import OPEN
-from gradsync.functional._team.backward import backward
+from gradsync.functional._team.backward import RunBackward, backward
 from gradsync.functional._team.leaf_hooks import weightless
 from gradsync.functional._team.order import HELD, Order
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.optimizers import owned
 from gradsync.functional._update.profiler_ranges import both, named_range
-from gradsync.functional._window.boundary import Boundary, Held, Joined
-from gradsync.functional._window.exchange import Exchange, compare_sizes, meet_at_flush
+from gradsync.functional._window.boundary import Boundary, Held, Joined, Passage
+from gradsync.functional._window.exchange import Exchange, Exchanges, compare_sizes, meet_at_flush
 from gradsync.functional._window.other_runs import insist_on_one_window, land
 from gradsync.functional._window.place import RUNS, Place, Role
 from gradsync.functional._window.run_settings import Terms, Who
@@ -24,18 +27,8 @@ from gradsync.functional._window.steps import window_size
 from gradsync.functional._window.table import PLAIN
 from gradsync.functional._window.transport import Transport
 from gradsync.functional._window.weigh import weigh
+from gradsync.functional._window.what_came import Closing
 from gradsync.functional._window.window import Window
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from torch.amp import GradScaler
-
-    from gradsync.functional._team.backward import RunBackward
-    from gradsync.functional._window.boundary import Passage
-    from gradsync.functional._window.exchange import Exchanges
-    from gradsync.functional._window.what_came import Closing
 
 
 class Run:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from gradsync._errors import GradSyncError
+from gradsync.functional._team.team import Team
+from gradsync.functional._window.run_settings import Terms
 from gradsync.functional._window.table import IN_WORDS, PLAIN, SUMS, Share
+from gradsync.functional._window.window import Window
+from gradsync.ranks.line import Sent
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import agreed, insist, meet
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gradsync.functional._team.team import Team
-    from gradsync.functional._window.run_settings import Terms
-    from gradsync.functional._window.window import Window
-    from gradsync.ranks.line import Sent
 
 
 class Exchange:

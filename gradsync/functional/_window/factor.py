@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from gradsync._errors import GradSyncError
 from gradsync.functional._window.steps import correction
-from gradsync.functional._window.table import IN_WORDS, NOBODY, PLAIN, SUMS
+from gradsync.functional._window.table import IN_WORDS, NOBODY, PLAIN, SUMS, Share
 from gradsync.ranks.meet import agreed, ranks_where
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gradsync.functional._window.table import Share
 
 
 def factor_of(shares: Sequence[Share]) -> float | None:

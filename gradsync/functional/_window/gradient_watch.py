@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter, is_not
-from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
+from gradsync.functional._team.team import Team
 from gradsync.functional._update.gradients import is_there
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-    from torch import nn
-
-    from gradsync.functional._team.team import Team
 
 _GRADIENT = attrgetter("grad")
 

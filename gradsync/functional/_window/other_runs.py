@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from gradsync._errors import GradSyncError
 from gradsync._state import OPEN, TRAVELLING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 
 def insist_on_one_window(name: str, ids: Collection[int], *, of: object) -> None:

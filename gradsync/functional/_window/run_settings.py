@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
 
 from gradsync.functional._window.steps import Steps, check_steps, window_size
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from gradsync.functional._window.tail import Tail
+from gradsync.functional._window.tail import Tail
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-Steps: TypeAlias = "int | Callable[[int], int]"
+Steps: TypeAlias = int | Callable[[int], int]
 """How many micro-batches a window has: a number, or a function of the window's number."""
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-if TYPE_CHECKING:
-    from gradsync.functional._window.what_came import Closing
+from gradsync.functional._window.what_came import Closing
 
 Tail: TypeAlias = Literal["step", "drop", "carry"]
 """An update with its exact mean; or it is discarded; or it stays open for the data that comes next."""

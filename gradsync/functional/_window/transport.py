@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from gradsync.functional._team.team import Team
-    from gradsync.functional._window.window import Window
+from gradsync.functional._team.team import Team
+from gradsync.functional._window.window import Window
 
 
 class Transport:

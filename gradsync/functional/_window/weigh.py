@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch.amp import GradScaler
 
 from gradsync._loss import LossSum
 from gradsync.functional._update.grad_scaler import Scale, is_scaling
-
-if TYPE_CHECKING:
-    from torch.amp import GradScaler
-
-    from gradsync.functional._window.window import Window
+from gradsync.functional._window.window import Window
 
 
 def weigh(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
+from gradsync.functional._window.loss_sum_count import Count
 from gradsync.functional._window.table import SUMS, Share, sum_of_losses
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gradsync.functional._window.loss_sum_count import Count
-    from gradsync.ranks.line import Sent
+from gradsync.ranks.line import Sent
 
 
 class Closing(NamedTuple):

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import LossSum
+from gradsync.engines import Engine
+from gradsync.functional._team.team import Team
 from gradsync.functional._update.grad_scaler import Scale
 from gradsync.functional._window.loss_sum_count import Count
 from gradsync.functional._window.table import MEANS, NOTHING, SUMS, Share
+from gradsync.ranks.line import Sent
 from gradsync.ranks.lost import cannot_be_skipped
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
-
-    from gradsync.engines import Engine
-    from gradsync.functional._team.team import Team
-    from gradsync.ranks.line import Sent
 
 
 @dataclass(slots=True, eq=False)
