@@ -58,8 +58,6 @@ micro-batches that do not fit in memory in such a loop (`fit`), and how large on
 """
 
 from gradsync._loss import LossSum, detach, find_loss
-from gradsync.functional._by_hand.no_sync import no_sync
-from gradsync.functional._by_hand.sync_gradients import sync_gradients
 from gradsync.functional._iterator.fit import Fitting, fit
 from gradsync.functional._iterator.micro_step import MicroStep
 from gradsync.functional._iterator.sync_every import sync_every
@@ -68,6 +66,7 @@ from gradsync.functional._loop.lockstep_of_forwards import StandIn
 from gradsync.functional._loop.loop import Loop
 from gradsync.functional._parts.in_parts import InParts
 from gradsync.functional._parts.rows_that_fit import rows_that_fit
+from gradsync.functional._team.by_hand import no_sync, sync_gradients
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.grad_scaler import is_scaling
 from gradsync.functional._update.gradients import all_finite, clip, discard, norm, normalise
@@ -82,18 +81,22 @@ from gradsync.functional._update.update import (
     update,
     zero,
 )
-from gradsync.functional._window.boundary import Boundary, Held
+from gradsync.functional._window.boundary import Boundary, Held, Transport
+from gradsync.functional._window.closing import Closing, factor_of_update
 from gradsync.functional._window.driver import Run
 from gradsync.functional._window.gradient_watch import GradientWatch
-from gradsync.functional._window.place import Place, Role
-from gradsync.functional._window.run_settings import Terms, Who
-from gradsync.functional._window.steps import Steps, correction, sizes, window_size
+from gradsync.functional._window.steps_and_tail import (
+    Steps,
+    Tail,
+    Terms,
+    Who,
+    correction,
+    ends_with_data,
+    sizes,
+    window_size,
+)
 from gradsync.functional._window.table import Share
-from gradsync.functional._window.tail import Tail, ends_with_data, factor_of_update
-from gradsync.functional._window.transport import Transport
-from gradsync.functional._window.weigh import weigh
-from gradsync.functional._window.what_came import Closing
-from gradsync.functional._window.window import Window
+from gradsync.functional._window.window import Place, Role, Window, weigh
 
 __all__ = [
     "Boundary",

@@ -9,8 +9,7 @@ import torch
 from torch.autograd import graph
 
 from gradsync.functional._team import backward as _backward
-from gradsync.functional._team.backward import backward
-from gradsync.functional._team.order import HELD
+from gradsync.functional._team.backward import HELD, backward
 from tests.support.models import small_model
 from tests.support.reference import mean_loss, micro_batch
 

@@ -18,9 +18,9 @@ from gradsync.functional._iterator.turn_watch import TurnWatch, mixed
 from gradsync.functional._team.backward import RunBackward
 from gradsync.functional._update.gradients import normalise
 from gradsync.functional._update.profiler_ranges import NO_RANGE
+from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.driver import Run
-from gradsync.functional._window.place import Place, Role
-from gradsync.functional._window.what_came import Closing
+from gradsync.functional._window.window import Place, Role
 from gradsync.ranks.lost import waited
 
 

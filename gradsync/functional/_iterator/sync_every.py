@@ -9,14 +9,13 @@ from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from gradsync.functional._by_hand.no_sync import check_modules
-from gradsync.functional._iterator.left_gradients import leave
 from gradsync.functional._iterator.micro_step import MicroStep, Turn
+from gradsync.functional._iterator.turn_watch import leave
 from gradsync.functional._loop.items import length
 from gradsync.functional._loop.loop import Loop
+from gradsync.functional._team.by_hand import check_modules
 from gradsync.functional._window.driver import Run
-from gradsync.functional._window.run_settings import Terms, Who
-from gradsync.functional._window.steps import Steps
+from gradsync.functional._window.steps_and_tail import Steps, Terms, Who
 from gradsync.ranks.group import require_group
 from gradsync.ranks.meet import insist, meet
 

@@ -8,9 +8,9 @@ from gradsync.functional._loop.lockstep_of_forwards import Lockstep, StandIn
 from gradsync.functional._loop.loop_exchange import LoopExchange
 from gradsync.functional._loop.talk import Talk
 from gradsync.functional._window.driver import Run
-from gradsync.functional._window.place import Place, Role
+from gradsync.functional._window.steps_and_tail import ends_with_data
 from gradsync.functional._window.table import ASKS, NOBODY, Share
-from gradsync.functional._window.tail import ends_with_data
+from gradsync.functional._window.window import Place, Role
 from gradsync.ranks.lost import WaitingFor
 
 ExchangeOf = Callable[[Run], LoopExchange]

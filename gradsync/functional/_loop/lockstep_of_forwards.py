@@ -19,10 +19,9 @@ from typing import NamedTuple
 from gradsync.functional._loop.items import Data
 from gradsync.functional._loop.talk import Talk
 from gradsync.functional._window.driver import Run
-from gradsync.functional._window.place import Place, Role
+from gradsync.functional._window.steps_and_tail import ends_with_data
 from gradsync.functional._window.table import NOBODY, PERHAPS, UNKNOWN, Share
-from gradsync.functional._window.tail import ends_with_data
-from gradsync.functional._window.window import Window
+from gradsync.functional._window.window import Place, Role, Window
 from gradsync.ranks.line import Sent
 
 

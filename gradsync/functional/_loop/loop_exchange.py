@@ -10,8 +10,8 @@ from gradsync.functional._loop.lockstep_of_forwards import Lockstep
 from gradsync.functional._loop.talk import Talk
 from gradsync.functional._window.driver import Run
 from gradsync.functional._window.exchange import Exchange, alike
+from gradsync.functional._window.steps_and_tail import ends_with_data
 from gradsync.functional._window.table import ASKS, NOBODY, Share
-from gradsync.functional._window.tail import ends_with_data
 from gradsync.functional._window.window import Window
 from gradsync.ranks.line import Sent
 

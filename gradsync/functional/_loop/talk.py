@@ -10,8 +10,8 @@ import torch.distributed as dist
 from gradsync._errors import GradSyncError
 from gradsync.functional._team.team import Team
 from gradsync.functional._window.driver import Run
+from gradsync.functional._window.steps_and_tail import ends_with_data
 from gradsync.functional._window.table import NOBODY, Share
-from gradsync.functional._window.tail import ends_with_data
 from gradsync.ranks.line import Sent, device_of
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import ONE_FORWARD, agreed, ranks_where

@@ -1,15 +1,86 @@
-"""The backward of a micro-batch inside a `Hold`; engines that are armed synchronise in it."""
+"""The backward of a micro-batch, and in which order the engines of a window synchronise, in it and after it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd import graph
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._team.order import Order
+from gradsync.engines import Engine
+from gradsync.ranks.lost import is_lost
+
+
+class Order(NamedTuple):
+    """In which order engines synchronise: the same on every rank, whatever parameters its backward reaches."""
+
+    armed: Sequence[Engine] = ()  # in the backward, or right after it if it does not reach them
+    after: Sequence[Engine] = ()  # after those, one after another
+    again: Sequence[Engine] = ()  # all engines, once more
+    between: Callable[[], object] = bool  # called right before `again`
+    asked: Sequence[Engine] = ()  # those to be asked what is wrong with the parameters that this rank has used
+
+    @classmethod
+    def of_boundary(cls, engines: Sequence[Engine], size: int, asked: Sequence[Engine]) -> Order:
+        """The order at the boundary of a window that is planned for `size` micro-batches.
+
+        An engine with a static graph must synchronise in the backward of its very first micro-batch. In a window of
+        more than one micro-batch, it synchronises a second time, at the boundary: also on a rank that has only one
+        micro-batch, because others may have more.
+
+        Of several engines, the first synchronises in the backward, and the others after it, one after another. The
+        backward reaches engines in an order that other ranks do not know: their micro-batches may use other models, or
+        they have none. Where a forward communicates, every rank runs it, and all engines synchronise in the backward.
+        """
+        if not engines:
+            return HELD
+        owing = [engine for engine in engines if engine.owes_first]
+        if owing and (size > 1 or len(engines) > 1):
+            return cls(owing, (), engines, asked=asked)
+        if len(engines) == 1 or any(engine.forward_communicates for engine in engines):
+            return cls(engines, asked=asked)
+        return cls(engines[:1], engines[1:], asked=asked)
+
+    def without_backward(self) -> Order:
+        """The same where this rank runs no backward, while other ranks may run theirs."""
+        return HELD if self is HELD else Order(after=self.again or (*self.armed, *self.after), asked=self.asked)
+
+    def complete(self) -> None:
+        """After the backward: synchronise what it has not. Without one, synchronise all."""
+        wrong = _misuses(self.asked)
+        for engine in self.armed:
+            engine.finish()
+        for engine in self.after:
+            engine.reduce()
+        if self.again:
+            self.between()
+        for engine in self.again:
+            engine.reduce()
+        if wrong:
+            raise wrong[0]
+
+    def abort(self) -> None:
+        """Complete the collectives of a backward that failed. Errors in here are dropped: the first error goes on."""
+        todo: list[Callable[[], object]] = [engine.abort for engine in self.armed]
+        todo += [engine.reduce for engine in self.after]
+        todo += [self.between, *(engine.reduce for engine in self.again)]
+        for complete in todo:
+            try:
+                complete()
+            except Exception as second:  # noqa: BLE001, PERF203 - the first error goes on
+                if is_lost(second):
+                    return  # each further wait could last for the group's time-out
+
+
+HELD = Order()  # no engine synchronises
+
+
+def _misuses(engines: Sequence[Engine]) -> list[GradSyncError]:
+    """The engines' errors, asked before the collectives, which overwrite what is looked at, and raised after them."""
+    return [error for engine in engines if (error := engine.misuse()) is not None]
+
 
 RunBackward: TypeAlias = Callable[[torch.Tensor], object]
 """Runs a backward in place of `loss.backward()`: `accelerator.backward`, `fabric.backward`."""

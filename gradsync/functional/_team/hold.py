@@ -1,9 +1,14 @@
-"""`Hold`: inside, engines keep the gradients of backwards local."""
+"""`Hold`: inside, engines keep the gradients of backwards local. `Bystanders`: models that are not trained."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
+
+from torch import nn
+
+from gradsync._state import SWITCHING
+from gradsync.engines import Engine
 
 
 class Holdable(Protocol):
@@ -37,3 +42,61 @@ class Hold:
     def __exit__(self, *error: object) -> None:
         for _, restore in reversed(self._pairs):
             restore(self._found.pop())
+
+
+# Two threads may hold one teacher: the first to end must not switch it on for the other. The number of holders stands
+# on the parameter itself, while there are any.
+_HOLDERS = "_gradsync_holders"
+
+
+class Bystanders:
+    """The parameters of bystanders: gradients flow through them, and none stay in them. Their engines are held.
+
+    They are held from before the forward until after the backward, in which checkpointed layers run their forward
+    again.
+    """
+
+    __slots__ = ("_parameters", "engines")
+
+    def __init__(self, parameters: Sequence[nn.Parameter] = (), engines: Sequence[Engine] = ()) -> None:
+        self._parameters = parameters
+        self.engines = engines
+
+    def __bool__(self) -> bool:
+        return bool(self._parameters)
+
+    @property
+    def forward_communicates(self) -> bool:
+        """Whether one of their forwards waits for the other ranks."""
+        return any(engine.forward_communicates for engine in self.engines)
+
+    def hold(self) -> tuple[list[Any], list[nn.Parameter]]:
+        """Switch `requires_grad` of these parameters off; returns what `restore` needs."""
+        for engine in self.engines:
+            engine.ungather()  # parameters that are gathered already would not see the switch
+        found = [engine.hold() for engine in self.engines]
+        switched_off = []
+        with SWITCHING:
+            for parameter in self._parameters:
+                state = vars(parameter)
+                holders = state.get(_HOLDERS, 0)
+                if holders or parameter.requires_grad:
+                    state[_HOLDERS] = holders + 1
+                    parameter.requires_grad_(False)
+                    switched_off.append(parameter)
+        return found, switched_off
+
+    def restore(self, found: tuple[list[Any], list[nn.Parameter]]) -> None:
+        """Switch on exactly what was switched off, unless another thread still holds it."""
+        flags, switched_off = found
+        with SWITCHING:
+            for parameter in switched_off:
+                state = vars(parameter)
+                holders = state.pop(_HOLDERS, 1) - 1
+                if holders:
+                    state[_HOLDERS] = holders
+                else:
+                    parameter.requires_grad_(True)
+        for engine, flag in zip(self.engines, flags, strict=True):
+            engine.restore(flag)
+            engine.ungather()

@@ -1,7 +1,8 @@
 """What synchronises in a place: in the last of a window all engines (`Boundary`), in others mostly none (`Held`).
 
 Both are context managers around the backward, which arms the engines of their `order`. An error of a type in `skip`
-goes no further. Their `closing` is then what came to the window; None in a held place.
+goes no further. Their `closing` is then what came to the window; None in a held place. `Transport` is how the gradients
+travel to the other ranks.
 """
 
 from __future__ import annotations
@@ -14,16 +15,31 @@ from torch.autograd import Variable
 from typing_extensions import Self
 
 from gradsync.engines import clarify
-from gradsync.functional._team.order import HELD, Order
+from gradsync.functional._team.backward import HELD, Order
+from gradsync.functional._team.team import Team
+from gradsync.functional._window.closing import Closing, factor_of
 from gradsync.functional._window.exchange import Exchange
-from gradsync.functional._window.factor import factor_of
-from gradsync.functional._window.run_settings import Terms
+from gradsync.functional._window.steps_and_tail import Terms
 from gradsync.functional._window.table import SUMS, Share
-from gradsync.functional._window.transport import Transport
-from gradsync.functional._window.what_came import Closing
 from gradsync.functional._window.window import Window
 from gradsync.ranks.line import Sent
 from gradsync.ranks.lost import WaitingFor, is_lost, lost
+
+
+class Transport:
+    """How the gradients of a run's windows travel to the other ranks: here, the engines' own way."""
+
+    #: Whether a window closes before its gradients have arrived. Then nothing else may be sent behind them.
+    closes_before = False
+
+    def check(self, team: Team) -> None:
+        """Raise for a team whose gradients cannot travel this way. Asked when a window opens."""
+
+    def carry(self, window: Window) -> None:
+        """The gradients of a window are about to synchronise."""
+
+    def carried(self, window: Window) -> None:
+        """They have, or have failed to."""
 
 
 class Held:

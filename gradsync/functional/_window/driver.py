@@ -12,23 +12,17 @@ from torch.autograd import profiler
 
 from gradsync._loss import LossSum, check_loss, no_gradient
 from gradsync._state import OPEN
-from gradsync.functional._team.backward import RunBackward, backward
-from gradsync.functional._team.leaf_hooks import weightless
-from gradsync.functional._team.order import HELD, Order
+from gradsync.functional._team.backward import HELD, Order, RunBackward, backward
+from gradsync.functional._team.hooks import weightless
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.optimizers import owned
 from gradsync.functional._update.profiler_ranges import both, named_range
-from gradsync.functional._window.boundary import Boundary, Held, Joined, Passage
+from gradsync.functional._window.boundary import Boundary, Held, Joined, Passage, Transport
+from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.exchange import Exchange, Exchanges, compare_sizes, meet_at_flush
-from gradsync.functional._window.other_runs import insist_on_one_window, land
-from gradsync.functional._window.place import RUNS, Place, Role
-from gradsync.functional._window.run_settings import Terms, Who
-from gradsync.functional._window.steps import window_size
+from gradsync.functional._window.steps_and_tail import Terms, Who, window_size
 from gradsync.functional._window.table import PLAIN
-from gradsync.functional._window.transport import Transport
-from gradsync.functional._window.weigh import weigh
-from gradsync.functional._window.what_came import Closing
-from gradsync.functional._window.window import Window
+from gradsync.functional._window.window import RUNS, Place, Role, Window, insist_on_one_window, land, weigh
 
 
 class Run:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from gradsync._errors import GradSyncError
 from gradsync.functional._team.team import Team
-from gradsync.functional._window.run_settings import Terms
+from gradsync.functional._window.steps_and_tail import Terms
 from gradsync.functional._window.table import IN_WORDS, PLAIN, SUMS, Share
 from gradsync.functional._window.window import Window
 from gradsync.ranks.line import Sent

@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
+from torch.amp import GradScaler
 
 from gradsync._errors import GradSyncError
-from gradsync._loss import LossSum
+from gradsync._loss import Count, LossSum
+from gradsync._state import OPEN, TRAVELLING
 from gradsync.engines import Engine
 from gradsync.functional._team.team import Team
-from gradsync.functional._update.grad_scaler import Scale
-from gradsync.functional._window.loss_sum_count import Count
+from gradsync.functional._update.grad_scaler import Scale, is_scaling
 from gradsync.functional._window.table import MEANS, NOTHING, SUMS, Share
 from gradsync.ranks.line import Sent
 from gradsync.ranks.lost import cannot_be_skipped
+
+
+class Role(Enum):
+    """What a rank does in a place of a window."""
+
+    RUNS = "runs"  # a micro-batch of its own
+    REPEATS = "repeats"  # its last micro-batch, without weight, because the other ranks wait in its forward
+    MISSES = "misses"  # nothing, but for the synchronisation
+
+
+RUNS = Role.RUNS  # asked in each call, where the attribute of an enum would cost more than the answer
+
+
+class Place(NamedTuple):
+    """The place of a micro-batch in a window. `size` is the planned number of micro-batches; a tail ends sooner."""
+
+    window: int
+    index: int  # type: ignore[assignment] # pyright: ignore[reportIncompatibleMethodOverride] # not the method of a tuple
+    size: int
+    last: bool
+    role: Role = RUNS
 
 
 @dataclass(slots=True, eq=False)
@@ -130,3 +153,49 @@ class Window:
         self.count.load(state["count"])
         self.losses = [loss.to(device) for loss in state["losses"]]
         self.scale = None if state["scale"] is None else Scale(state["scale"].to(device))
+
+
+def weigh(
+    window: Window, loss: torch.Tensor | LossSum, scaler: GradScaler | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The tensor from which to run the backward of a loss, and the gradient to begin with (None: 1)."""
+    tensor, seed = (loss.loss, None) if isinstance(loss, LossSum) else (loss, _share_of_mean(window, loss))
+    if is_scaling(scaler):
+        Scale.insist_on_unscaled(scaler, tensor)
+        window.scale = window.scale or Scale.of(scaler, tensor)
+        tensor = window.scale.apply(tensor)
+    return tensor, seed
+
+
+def _share_of_mean(window: Window, loss: torch.Tensor) -> torch.Tensor:
+    """One over the window's size: bitwise what the backward of `loss / size` passes on, without that division."""
+    key = (window.size, loss.dtype, loss.device, loss.shape)
+    seeds = window.team.seeds
+    seed = seeds.get(key)
+    # If the loss is a view of a parameter, the seed itself becomes a gradient, and is written to later.
+    if seed is None or seed._version:
+        if len(seeds) > 16:  # a user's steps may take any number of values
+            seeds.clear()
+        seed = seeds[key] = torch.ones_like(loss, requires_grad=False) / window.size
+    return seed
+
+
+def insist_on_one_window(name: str, ids: Collection[int], *, of: object) -> None:
+    """Raise if one of these parameters, with which the run `of` opens a window, is in the open window of another."""
+    for other in list(OPEN) if OPEN else ():
+        if other is not of and not other.team.ids.isdisjoint(ids):
+            raise GradSyncError(
+                f"A parameter can be in one open window at a time, but {name} begins one with parameters that "
+                f"are in the open window of {other.name}. Call {other.name}.flush() or .reset() first, or keep the "
+                "other model out of one of the optimizers."
+            )
+
+
+def land(ids: Collection[int], *, of: object = None, beside: object = None) -> None:
+    """Settle the windows of other runs whose gradients travel to these parameters.
+
+    The windows of the run `of` are settled whatever their parameters; those of the run `beside` are not.
+    """
+    for other in list(TRAVELLING) if TRAVELLING else ():
+        if other.run is of or (other.run is not beside and not other.ids.isdisjoint(ids)):
+            other.settle()

@@ -1,0 +1,153 @@
+"""`Closing`: what came to a window from all ranks as it closes, and the factor that makes the mean of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from gradsync._errors import GradSyncError
+from gradsync._loss import Count
+from gradsync.functional._window.steps_and_tail import Tail, correction
+from gradsync.functional._window.table import IN_WORDS, NOBODY, PLAIN, SUMS, Share, sum_of_losses
+from gradsync.ranks.line import Sent
+from gradsync.ranks.meet import agreed, ranks_where
+
+
+class Closing(NamedTuple):
+    """What came to a window that closes: the shares by rank, and the factor for the gradients.
+
+    Multiplied by `factor`, the engines' average over the ranks is the mean over all micro-batches (or counts). It is
+    None if there is nothing to average; then make no update. `rank` is this rank's own place in `shares`.
+    """
+
+    shares: tuple[Share, ...]
+    rank: int
+    factor: float | None
+    was_sent: bool  # whether the shares were sent, not inferred from this rank's own
+    own_losses: Sequence[torch.Tensor]  # of this rank's micro-batches
+    own_counts: Count  # what they were sums over, exactly
+    failures: Sent | None = None  # flags of ranks that failed after the table, not read yet
+
+    def without(self) -> Closing:
+        """The same, with nothing to average: a rank failed after the table."""
+        return self._replace(factor=None)
+
+    @property
+    def filled(self) -> bool:
+        """Whether any rank had its full number of calls; otherwise the window is a tail."""
+        return any(share.filled for share in self.shares)
+
+    @property
+    def is_window(self) -> bool:
+        """Whether any rank had a call at all."""
+        return any(share.num_calls for share in self.shares)
+
+    @property
+    def own_divisor(self) -> float | torch.Tensor:
+        """The divisor that makes the sum of this rank's losses their mean."""
+        share = self.shares[self.rank]
+        return share.count if share.kind == SUMS else share.num_micro_batches
+
+    @property
+    def own_mean_loss(self) -> torch.Tensor | None:
+        """This rank's mean loss, on its device; None if it had no loss."""
+        if not self.own_losses:
+            return None
+        total = sum_of_losses(self.own_losses)
+        assert isinstance(total, torch.Tensor), "there are losses"
+        mean: torch.Tensor = total / self.own_divisor
+        return mean.to(torch.promote_types(self.own_losses[0].dtype, torch.float32))
+
+    @property
+    def own_count(self) -> float | None:
+        """The exact sum of this rank's counts; None for means. Waits for the device."""
+        return self.own_counts.state() if self.is_of_sums else None
+
+    @property
+    def own_factor(self) -> float | None:
+        """The factor that makes this rank's own gradients their mean; None if they weigh nothing.
+
+        The loss of a mean was divided by the window's size before its backward; a `LossSum` was not.
+        """
+        share, over = self.shares[self.rank], float(self.own_divisor)
+        return (1.0 if share.kind == SUMS else share.size) / over if over else None
+
+    @property
+    def is_of_sums(self) -> bool:
+        """Whether the losses were `LossSum`s."""
+        return any(share.kind == SUMS for share in self.shares)
+
+    @property
+    def mean_loss(self) -> float | None:
+        """The mean loss over all ranks; None if there was none, or if the ranks sent no table."""
+        if not self.was_sent:
+            return None
+        over = math.fsum(float(s.count if self.is_of_sums else s.num_micro_batches) for s in self.shares)
+        return sum(float(sum_of_losses(share.loss)) for share in self.shares) / over if over else None
+
+
+def factor_of(shares: Sequence[Share]) -> float | None:
+    """The factor for the engines' average; None if there is nothing to average.
+
+    Raises on every rank if the shares, of all ranks, do not fit together.
+    """
+    if len(shares) > 1:
+        _insist_on_alike(shares)
+    came = [share for share in shares if share.num_micro_batches]
+    if not came:
+        return None
+    kind = came[0].kind
+    if kind == SUMS:
+        _insist_on_counts(shares)
+    if any(share.failed for share in shares):
+        return None
+    if kind == PLAIN:
+        return 1.0
+    if kind == SUMS:
+        count = math.fsum([float(share.count) for share in shares])
+        return len(shares) / count if count else None
+    return correction(int(came[0].size), len(shares), int(sum([share.num_micro_batches for share in came])))
+
+
+_MISSED = (
+    "A boundary failed on the rank that has fewer, and the others have closed that window without it. Load a "
+    "checkpoint on all ranks, or name that exception in skip=: then all ranks drop the window, and go on."
+)
+
+
+_REPLACED = (
+    "A rank replaced a model, optimizer, scheduler or scaler in the middle of the loop. The rank with fewer changes "
+    "had no items left, so that it never saw the new one. Replace them between loops, or change them in place."
+)
+
+
+def _insist_on_alike(shares: Sequence[Share]) -> None:
+    """Raise if the ranks planned windows of different sizes, or returned different kinds of losses."""
+    agreed([(r, int(share.size)) for r, share in enumerate(shares) if share.size], "number of steps in a window")
+    numbers = [(rank, int(share.number)) for rank, share in enumerate(shares) if share.number != NOBODY]
+    agreed(numbers, "number of closed windows", _MISSED)
+    changes = [(rank, int(share.changes)) for rank, share in enumerate(shares) if share.changes != NOBODY]
+    agreed(changes, "number of changes of participants in a loop", _REPLACED)
+    came = [(rank, share) for rank, share in enumerate(shares) if share.num_micro_batches]
+    scales = [(rank, float(share.scale)) for rank, share in came]
+    agreed(scales, "scale of the GradScaler", "Load its state on all ranks, or on none.")
+    kinds = [(rank, IN_WORDS[share.kind]) for rank, share in came]
+    agreed(kinds, "kind of loss in a window", "Return a LossSum everywhere, or nowhere.")
+
+
+def _insist_on_counts(shares: Sequence[Share]) -> None:
+    odd = ranks_where(not 0 <= float(share.count) < math.inf for share in shares)
+    if odd:
+        raise GradSyncError(
+            "The count of a LossSum must be a finite number, and not negative, but a count of rank "
+            f"{odd} in this window is negative, infinite or NaN. Count what the loss is a sum over: tokens, pixels, "
+            "rows."
+        )
+
+
+def factor_of_update(tail: Tail, closing: Closing) -> float | None:
+    """The factor for the gradients; None if there is nothing to average, or it is a tail that is dropped."""
+    return closing.factor if tail != "drop" or closing.filled else None
