@@ -70,17 +70,8 @@ from gradsync.functional._team.by_hand import no_sync, sync_gradients
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.grad_scaler import is_scaling
 from gradsync.functional._update.gradients import all_finite, clip, discard, norm, normalise
-from gradsync.functional._update.optimizers import bare_optimizer, owned
-from gradsync.functional._update.update import (
-    NonFinite,
-    Update,
-    check_steppable,
-    move,
-    refuse_nonfinite,
-    step_optimizers,
-    update,
-    zero,
-)
+from gradsync.functional._update.optimizers import bare_optimizer, check_steppable, move, owned, zero
+from gradsync.functional._update.update import NonFinite, Update, refuse_nonfinite, step_optimizers, update
 from gradsync.functional._window.boundary import Boundary, Held, Transport
 from gradsync.functional._window.closing import Closing, factor_of_update
 from gradsync.functional._window.driver import Run

@@ -1,4 +1,4 @@
-"""Hooks: at parameters, for a user's own backward and for replays; at forwards, for an engine that only the body knows."""
+"""Hooks: at parameters, for a backward of the user's own and for replays; at forwards, for an engine out of sight."""
 
 from __future__ import annotations
 
