@@ -11,6 +11,8 @@ from torch import nn
 
 import gradsync
 from gradsync import GradSyncError
+from gradsync._frames import drawn_by, is_left_on_purpose
+from tests.loops import ways_to_leave
 from tests.support.models import small_model
 from tests.support.reference import mean_loss, micro_batch
 
@@ -132,3 +134,26 @@ def lands(around: str, how: str, held: bool) -> None:
 def test_what_travels_lands(ranks, around, how, held):
     """But after an exception, which waits for nothing."""
     ranks(2).run(lands, around, how, held)
+
+
+@pytest.mark.parametrize("way", ways_to_leave.WAYS, ids=lambda way: way.__name__)
+def test_an_exception_is_told_from_a_break(way) -> None:
+    """By the instruction at which the loop's frame stands; of other Pythons by `tests.measure.pythons`."""
+    told = ways_to_leave.is_taken_for_purpose(way, is_left_on_purpose, drawn_by)
+    assert told == way.__name__.startswith("by_")
+
+
+@pytest.mark.parametrize("way", [ways_to_leave.error_of_a_condition, ways_to_leave.error_of_setting_an_item])
+def test_an_error_that_no_call_raises_discards_the_window(way) -> None:
+    """`if several_elements:` and `history[step] = loss` raise without a call."""
+    model = small_model()
+
+    class Items:
+        def __iter__(self):
+            for step, batch in gradsync.sync_every(model, 4, [micro_batch(0, index) for index in range(5)]):
+                step.backward(mean_loss(model, batch))
+                yield step.index
+
+    with pytest.raises((ValueError, IndexError)):
+        way(Items())
+    assert all(parameter.grad is None for parameter in model.parameters())
