@@ -105,7 +105,7 @@ class WatchedDDP(WatchedEngine):
     def __init__(self, ddp: DistributedDataParallel, behind: nn.Module | None = None) -> None:
         super().__init__(())
         self.ddp, self.behind = ddp, behind
-        self._used = torch.empty(0)
+        self._used = torch.empty(0, device="cpu")
         self._first = False
         self._by_hand = ddp.__dict__.get(BY_HAND, 0)
         self._read_reducer()

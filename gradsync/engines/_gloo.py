@@ -59,7 +59,7 @@ def _settle(backend: Any, deadline: float) -> bool:
             time.sleep(0.001)  # the missing worker is still busy
     # The last operation may still be being dropped, under the queue's lock: queueing one more waits for that. This
     # function keeps the tensor of that one, so that dropping it only lowers a count, and needs no GIL in the end.
-    tensor = torch.empty(0)
+    tensor = torch.empty(0, device="cpu")
     unshared = sys.getrefcount(tensor)
     backend.allreduce([tensor])
     while sys.getrefcount(tensor) > unshared:
@@ -78,7 +78,7 @@ def _queue_dropped(backend: Any, seen: set[int], released: threading.Event) -> w
             seen.add(threading.get_ident())
         released.set()
 
-    tensor = torch.empty(0)
+    tensor = torch.empty(0, device="cpu")
     watch = weakref.ref(tensor, note)
     backend.allreduce([tensor])
     return watch

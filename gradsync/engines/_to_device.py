@@ -12,5 +12,5 @@ if TYPE_CHECKING:
 
 def flags_on(device: torch.device, flags: Sequence[bool], dtype: torch.dtype) -> torch.Tensor:
     """The flags as numbers, copied from pinned memory: any other copy makes the host wait for the device's queue."""
-    row = torch.tensor(flags, dtype=dtype)
+    row = torch.tensor(flags, dtype=dtype, device="cpu")
     return row if device.type == "cpu" else row.pin_memory().to(device, non_blocking=True)

@@ -46,7 +46,7 @@ class Line:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             work.wait()
-            host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=True)
             host.copy_(table, non_blocking=True)
             table.record_stream(self._stream)
         limit = _BEFORE_THE_WATCHDOG * timeout_of(self._group)
@@ -54,9 +54,10 @@ class Line:
 
     def _table(self, row: Row) -> torch.Tensor:
         """A table of zeros with this rank's row."""
-        table = torch.zeros(self.num_ranks, len(row), dtype=torch.float64, pin_memory=self._is_slow)
+        size = self.num_ranks, len(row)
+        table = torch.zeros(size, dtype=torch.float64, device="cpu", pin_memory=self._is_slow)
         mine = [0.0 if isinstance(number, torch.Tensor) else number for number in row]
-        table[self.rank] = torch.tensor(mine, dtype=torch.float64)
+        table[self.rank] = torch.tensor(mine, dtype=torch.float64, device="cpu")
         if self._is_slow:
             table = table.to(self._device, non_blocking=True)
         for place, number in enumerate(row):

@@ -95,4 +95,5 @@ class Net(nn.Module):
 def net(dtype: torch.dtype = torch.float64, *, unused: bool = False) -> Net:
     """A model with the same weights each time."""
     torch.manual_seed(7)
-    return Net(unused=unused).to(dtype)
+    with torch.device("cpu"):
+        return Net(unused=unused).to(dtype)

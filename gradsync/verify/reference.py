@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def rows_of(seed: int, rows: int, width: int = 3, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Data that depends on the arguments only."""
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return torch.randn(rows, width, generator=torch.Generator("cpu").manual_seed(seed), dtype=dtype, device="cpu")
 
 
 def micro_batch(

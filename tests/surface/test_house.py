@@ -220,3 +220,21 @@ def test_state_at_module_level_is_in_one_file() -> None:
 )  # fmt: skip
 def test_state_is_found(source: str, kept: bool) -> None:
     assert bool(list(state(ast.parse(source)))) == kept
+
+
+FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"}
+
+
+def made_anywhere(tree: ast.Module) -> Iterator[str]:
+    """The calls that make a tensor on the default device, which is the user's to set."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in FACTORIES:
+            if ast.unparse(node.func).startswith("torch.") and "device" not in {word.arg for word in node.keywords}:
+                yield ast.unparse(node)
+
+
+def test_tensors_are_made_on_a_device_that_is_named() -> None:
+    """`torch.set_default_device("cuda")` is a line of the user's. The programs' own models and data are not asked."""
+    library = {module: tree for module, tree in MODULES.items() if not module.startswith(PROGRAMS)}
+    assert not {module: found for module, tree in library.items() if (found := [*made_anywhere(tree)])}
+    assert [*made_anywhere(ast.parse("torch.zeros(2); torch.ones(2, device=x)"))] == ["torch.zeros(2)"]

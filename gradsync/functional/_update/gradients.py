@@ -53,7 +53,7 @@ def norm(parameters: Iterable[nn.Parameter], *, spread: Spread | None = None) ->
             part = square.sqrt().to(part.dtype)
         parts.append(part)
     if not parts:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     if len(parts) == 1:
         return parts[0]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]))
