@@ -50,6 +50,5 @@ def is_left_on_purpose(frame: FrameType | None, loop: Collection[CodeType], *mor
 
 # How the instructions begin by which a frame drops an object, in CPython 3.10 to 3.14. Others with POP_, STORE_ and
 # DELETE_ ask an object, and may raise: POP_JUMP_IF_TRUE, STORE_SUBSCR.
-_DROPS = ("POP_TOP", "POP_ITER", "END_FOR", "RETURN") + tuple(
-    f"{verb}_{where}" for verb in ("STORE", "DELETE") for where in ("FAST", "NAME", "GLOBAL", "DEREF")
-)
+_NAMED = [f"{verb}_{where}" for verb in ("STORE", "DELETE") for where in ("FAST", "NAME", "GLOBAL", "DEREF")]
+_DROPS = ("POP_TOP", "POP_ITER", "END_FOR", "RETURN", *_NAMED)
