@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from gradsync._errors import GradSyncError
 from gradsync._state import WIRES
@@ -36,6 +35,7 @@ from gradsync.engines._ddp_usable import (
     is_resized,
     is_wired,
     joined,
+    nodes_of,
     note_wires,
     own_names,
     sparse_parameters,
@@ -140,8 +140,8 @@ class DDPEngine(Engine):
         self._prepare(loss)
         # The reducer cannot tell a complete reduction from one that has not begun, so hooks tell.
         self._came_by = False
-        for parameter in () if loss is None else self._watched:
-            self._watches.append(get_gradient_edge(parameter).node.register_prehook(self.note_visit))
+        for node in () if loss is None else nodes_of(self._watched):
+            self._watches.append(node.register_prehook(self.note_visit))
 
     def note_visit(self, *_: object) -> None:
         self._came_by = True

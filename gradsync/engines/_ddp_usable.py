@@ -42,9 +42,10 @@ class Joint(torch.autograd.Function):
 
 
 def joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """A scalar that joins these parameters, in one call for all: a third of a us for each."""
+    """A scalar that joins these parameters, in one call for all: a fifth of a us for each."""
     with torch.enable_grad():
-        return Joint.apply(*parameters)  # type: ignore[no-untyped-call]
+        # `Joint.apply` would look in each for a wrapper of functorch's, which takes as long again.
+        return super(torch.autograd.Function, Joint).apply(*parameters)  # type: ignore[no-untyped-call]
 
 
 def check(ddp: DistributedDataParallel) -> None:
