@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync.engines._buffers_for_overlap import BuffersOnTheirWay
 from gradsync.engines._ddp import DDPEngine
 from gradsync.engines._ddp_usable import insist_on_shapes, note_wires
-from gradsync.engines._muted_parameter_hooks import silent
 from gradsync.engines._protocol import Carrier
 from gradsync.engines._to_device import flags_on
 
@@ -93,9 +92,8 @@ class BehindEngine(DDPEngine):
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
                 dist._broadcast_coalesced(self.group, buffers, self._ddp.broadcast_bucket_size, source)
 
-    def arm(self, loss: torch.Tensor | None) -> None:  # noqa: ARG002 - this DDP searches no graph
-        self._ddp.reducer.prepare_for_forward()
-        self._ddp.reducer.prepare_for_backward([])
+    def arm(self, loss: torch.Tensor | None) -> None:
+        self._prepare(loss)
 
     def finish(self) -> None:
         self._close(None)
@@ -121,9 +119,7 @@ class BehindEngine(DDPEngine):
         self._ledger.backward(self._flags(used, everything=everything))
         if unreached is None:
             unreached = self._unready()
-        if unreached:
-            with silent(unreached):
-                self._touch(unreached).backward()
+        self._run_hooks(unreached)
         self._ddp.reducer._rebuild_buckets()
         total, self._ledger.grad = self._ledger.grad, None
         assert total is not None, "the reducer leaves a gradient at every parameter"

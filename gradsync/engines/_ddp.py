@@ -8,8 +8,8 @@ the reducer.
 Private in torch (read in torch 2.13; `tests/engines/test_torch_ddp.py` fails when it changes): `ddp.reducer` with
 `prepare_for_forward`, `prepare_for_backward`, `_rebuild_buckets`, `_check_reducer_finalized`,
 `_get_zeros_like_grad_buckets`, `_push_all_rebuilt_params`, `_reset_state`; and `_pre_forward`, `_post_forward` and
-attributes of DDP that are named below. Static graphs are in `_ddp_static.py`, and groups of one rank in
-`_ddp_alone.py`.
+attributes of DDP that are named below. Static graphs are in `_ddp_static.py`, DDPs that look for unused parameters in
+`_ddp_searched.py`, and groups of one rank in `_ddp_alone.py`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from gradsync._errors import GradSyncError
 from gradsync._state import WIRES
 from gradsync.engines._buffers_for_overlap import BuffersOnTheirWay
 from gradsync.engines._ddp_forward_shortcut import as_it_is, moved, shortcut
 from gradsync.engines._ddp_usable import (
-    Joint,
     check,
     insist_on_shapes,
     is_built_for,
     is_resized,
     is_wired,
+    joined,
+    nodes_of,
     note_wires,
     own_names,
     sparse_parameters,
@@ -136,16 +136,12 @@ class DDPEngine(Engine):
     # -- boundary -------------------------------------------------------------------------------------------------
 
     def arm(self, loss: torch.Tensor | None) -> None:
-        ddp = self._ddp
-        self._note_used(loss)
-        vars(ddp)["require_backward_grad_sync"] = True  # compiled DDP's python_reducer reads it in backward
-        ddp.reducer.prepare_for_forward()
-        ddp.reducer.prepare_for_backward(self._outputs(loss))
-        # The reducer cannot tell a complete reduction from one that has not begun, so hooks tell. If all parameters
-        # must be used, a hook at the first is enough; if some may go unused, each needs one.
+        vars(self._ddp)["require_backward_grad_sync"] = True  # compiled DDP's python_reducer reads it in backward
+        self._prepare(loss)
+        # The reducer cannot tell a complete reduction from one that has not begun, so hooks tell.
         self._came_by = False
-        for parameter in () if loss is None else self._reduced if self._searched else self._reduced[:1]:
-            self._watches.append(get_gradient_edge(parameter).node.register_prehook(self.note_visit))
+        for node in () if loss is None else nodes_of(self._watched):
+            self._watches.append(node.register_prehook(self.note_visit))
 
     def note_visit(self, *_: object) -> None:
         self._came_by = True
@@ -186,13 +182,8 @@ class DDPEngine(Engine):
             self._complete(self._unready())
 
     def reduce(self) -> None:
-        self._note_used(None)
-        reducer, nothing = self._ddp.reducer, self._touch(self._reduced)
-        reducer.prepare_for_forward()
-        reducer.prepare_for_backward(self._outputs(nothing))
-        with silent(self._reduced):
-            nothing.backward()
-        self._rebuild_buckets()
+        self._prepare(None)
+        self._complete(self._reduced)
 
     def reduce_together(self, line: Line) -> None:
         known = self._reduced if self._fills_unused else ()
@@ -219,36 +210,25 @@ class DDPEngine(Engine):
         while self._watches:
             self._watches.pop().remove()
 
+    def _prepare(self, loss: torch.Tensor | None) -> None:  # noqa: ARG002 - for those that search a graph
+        """Have the reducer wait for the backward of `loss`; None: for any."""
+        self._reducer.prepare_for_forward()
+        self._reducer.prepare_for_backward([])
+
     @property
-    def _searched(self) -> bool:
-        """Whether parameters may go unused, because DDP looks for them."""
-        return bool(self._ddp.find_unused_parameters)
+    def _watched(self) -> Sequence[nn.Parameter]:
+        """Parameters of which the backward has reached one, at least, if the reduction is complete."""
+        return self._reduced[:1]
 
     @property
     def _fills_unused(self) -> bool:
         """Whether a reduction gives zeros to parameters that no rank has used."""
-        return not self._searched and not self._ddp._use_python_reducer
+        return not self._ddp._use_python_reducer
 
     @property
     def _orders_buckets(self) -> bool:
         """Whether the reducer orders its buckets after the first reduction."""
-        return not self._searched
-
-    def _note_used(self, loss: torch.Tensor | None) -> None:
-        """Tell a reducer that looks for unused parameters which ones this window has used so far.
-
-        DDP marks a parameter as used in every backward that reaches it, also in unrelated ones: of another model that
-        shares it, or of gradients that were dropped since. It then rejects an undefined gradient for it. So reset the
-        marks, and mark those that have a gradient.
-        """
-        if not self._ddp.find_unused_parameters or self._ddp._use_python_reducer:
-            return
-        self._ddp.reducer._reset_state()
-        # Without a loss to search, the hooks of all parameters will run, and tell.
-        used = [] if loss is None else [parameter for parameter in self._reduced if parameter.grad is not None]
-        if used:
-            with silent(used):
-                self._touch(used).backward()
+        return True
 
     @property
     def _reducer(self) -> Any:
@@ -258,14 +238,6 @@ class DDPEngine(Engine):
         """The parameters by the names that their user knows."""
         return self._ddp.module.named_parameters()
 
-    def _outputs(self, loss: torch.Tensor | None) -> list[torch.Tensor]:
-        """The tensors from which DDP searches the graph for unused parameters; none if it does not search."""
-        if not self._searched:
-            return []
-        # Without a loss, search a graph of all parameters: none is marked as unused, and `finish` completes those that
-        # the backward does not reach.
-        return [self._touch(self._reduced) if loss is None else loss]
-
     def _touch(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """A scalar whose backward runs the reducer's hooks of `parameters`, and adds nothing to any gradient."""
         for parameter in parameters:
@@ -273,8 +245,7 @@ class DDPEngine(Engine):
                 # The reducer refuses an undefined gradient for a sparse parameter, but takes an empty one.
                 none, values = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device), parameter.detach()[:0]
                 parameter.grad = torch.sparse_coo_tensor(none, values, parameter.shape, check_invariants=False)
-        with torch.enable_grad():
-            return Joint.apply(*parameters)  # type: ignore[no-untyped-call]
+        return joined(parameters)
 
     def _unready(self) -> list[nn.Parameter]:
         """The parameters whose hooks the armed backward did not run."""
@@ -290,10 +261,14 @@ class DDPEngine(Engine):
 
     def _complete(self, missing: Sequence[nn.Parameter]) -> None:
         """Run the hooks of the parameters that a backward has not reached, and so complete the reduction."""
-        if missing:
-            with silent(missing):
-                self._touch(missing).backward()
+        self._run_hooks(missing)
         self._rebuild_buckets()
+
+    def _run_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Run the reducer's hooks of parameters, and nobody else's."""
+        if parameters:
+            with silent(parameters):
+                self._touch(parameters).backward()
 
     def _rebuild_buckets(self) -> None:
         """Order the buckets after the first reduction.

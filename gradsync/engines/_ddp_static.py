@@ -160,18 +160,12 @@ class StaticEngine(DDPEngine):
         self._rebuild_buckets()
 
     @property
-    def _searched(self) -> bool:
-        return True
-
-    def _note_used(self, loss: torch.Tensor | None) -> None:
-        """Nothing to tell: every window uses what the first one used."""
-
-    def _outputs(self, loss: torch.Tensor | None) -> list[torch.Tensor]:  # noqa: ARG002 - the graph is known
-        return []
+    def _watched(self) -> Sequence[nn.Parameter]:
+        return self._reduced  # any of them may go unused
 
     @property
-    def _orders_buckets(self) -> bool:
-        return True
+    def _fills_unused(self) -> bool:
+        return False
 
     def _begin_graph_anew(self) -> None:
         """Forget backwards that were held before the very first synchronisation.

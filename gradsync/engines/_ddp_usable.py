@@ -41,6 +41,13 @@ class Joint(torch.autograd.Function):
         return (None,) * ctx.num_parameters
 
 
+def joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """A scalar that joins these parameters, in one call for all: a fifth of a us for each."""
+    with torch.enable_grad():
+        # `Joint.apply` would look in each for a wrapper of functorch's, which takes as long again.
+        return super(torch.autograd.Function, Joint).apply(*parameters)  # type: ignore[no-untyped-call]
+
+
 def check(ddp: DistributedDataParallel) -> None:
     """Raise if gradients could not be kept exact on `ddp`."""
     if ddp._delay_all_reduce_params:
@@ -97,9 +104,8 @@ def likeness(parameter: nn.Parameter) -> tuple[Any, ...]:
 
 def nodes_of(parameters: Sequence[nn.Parameter]) -> tuple[Any, ...]:
     """The nodes in which autograd accumulates each gradient; None for a frozen parameter."""
-    with torch.enable_grad():
-        joined = Joint.apply(*parameters)  # type: ignore[no-untyped-call] # one call for all: a third of a us for each
-    return tuple(node for node, _ in joined.grad_fn.next_functions) if joined.grad_fn is not None else ()
+    joint = joined(parameters).grad_fn
+    return tuple(node for node, _ in joint.next_functions) if joint is not None else ()
 
 
 def own_names(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -37,6 +37,7 @@ PRIVATES: dict[str, dict[str, str]] = {
             """,
         "ddp.process_group": "get_group_store _get_sequence_number_for_group _get_backend",
     },
+    "find_unused": {"C": "_will_engine_execute_node"},
     "replicate": {"state": "lazy_init _init_args _ddp _no_sync _param_list _param_names"},
     "fsdp1": {
         "module": "_sync_gradients _handle _is_root training_state process_group sharding_strategy _device_handle",

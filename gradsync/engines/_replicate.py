@@ -15,6 +15,7 @@ from torch.distributed._composable.replicate import replicate
 
 from gradsync.engines._ddp import DDPEngine
 from gradsync.engines._ddp_alone import AloneEngine
+from gradsync.engines._ddp_searched import SearchedEngine
 from gradsync.engines._ddp_static import StaticEngine
 from gradsync.engines._privates import check_torch
 
@@ -52,6 +53,10 @@ class _ReplicatedStatic(_Replicated, StaticEngine):
     """The same with a static graph."""
 
 
+class _ReplicatedSearched(_Replicated, SearchedEngine):
+    """The same that looks for unused parameters."""
+
+
 class _ReplicatedAlone(_Replicated, AloneEngine):
     """The same in a group of one rank."""
 
@@ -64,4 +69,6 @@ def replicate_engine(module: nn.Module) -> DDPEngine:
         state.lazy_init()
     if AloneEngine.fits(state._ddp):
         return _ReplicatedAlone(state, module)
+    if SearchedEngine.fits(state._ddp):
+        return _ReplicatedSearched(state, module)
     return (_ReplicatedStatic if state._ddp.static_graph else _Replicated)(state, module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -174,6 +175,40 @@ def test_parameters_frozen_and_unfrozen_during_training(ranks, wrap):
     ranks(2).run(freezing, wrap)
 
 
+def every_use(cap: float) -> None:
+    """Each window of two micro-batches that use one layer or two, on two ranks; with buckets of that size."""
+    rank = dist.get_rank()
+    layers = nn.ModuleList([nn.Linear(3, 1).double() for _ in range(2)])
+    twin = copy.deepcopy(layers)
+    alone = {(r, i, k): torch.autograd.grad(mean_loss(twin[k], micro_batch(r, i)), twin[k].weight)[0]
+             for r in (0, 1) for i in (0, 1) for k in (0, 1)}  # fmt: skip
+
+    class Some(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x, uses):
+            return sum(mean_loss(self.layers[k], x) for k in uses)
+
+    home = DDP(Some(), find_unused_parameters=True, bucket_cap_mb=cap)
+    for uses in itertools.product([[0], [1], [0, 1]], repeat=4):  # of rank 0's micro-batches, and of rank 1's
+        for micro, i in gradsync.sync_every(home, 2, range(2)):
+            micro.backward(home(micro_batch(rank, i), uses[2 * rank + i]))
+        for k, layer in enumerate(layers):
+            used = [alone[r, i, k] for r in (0, 1) for i in (0, 1) if k in uses[2 * r + i]]
+            if used:
+                torch.testing.assert_close(layer.weight.grad, sum(used) / 4, rtol=1e-12, atol=1e-14)
+            else:
+                assert layer.weight.grad is None and layer.bias.grad is None, uses
+        home.zero_grad()
+
+
+@pytest.mark.parametrize("cap", [25, 1e-5])
+def test_whatever_micro_batches_use_the_gradients_are_exact_and_what_none_used_stays_none(ranks, cap):
+    ranks(2).run(every_use, cap)
+
+
 class Heads(nn.Module):
     """A body and three heads, of which each call names those that it uses."""
 
@@ -208,6 +243,74 @@ def wrapped(wrap: str) -> tuple[nn.Module, Recorder]:
     if wrap.startswith("replicate"):
         return replicate(model, **WRAPS[wrap]), optimizer
     return DDP(model, **WRAPS[wrap]), optimizer
+
+
+def departures(home: DDP, model: Heads, loop) -> list[object]:
+    """In which order the buckets leave, and the body's gradient comes, in a window that ends with another head."""
+    events: list[object] = []
+
+    def leaves(_, bucket):
+        events.append([id(p) for p in bucket.parameters()])
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    home.register_comm_hook(None, leaves)
+    watch = model.body.weight.register_hook(lambda _: events.append("the body's gradient"))
+    loop(home)
+    watch.remove()
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [one if isinstance(one, str) else [names[key] for key in one] for one in events]
+
+
+def torchs_own(home: DDP) -> None:
+    with home.no_sync():
+        home(micro_batch(0, 0), [0]).square().mean().backward()
+    home(micro_batch(0, 1), [1]).square().mean().backward()
+
+
+def gradsyncs(home: DDP) -> None:
+    for micro, i in gradsync.sync_every(home, 2, range(2)):
+        micro.backward(home(micro_batch(0, i), [i]).square().mean())
+
+
+def no_bucket_waits() -> None:
+    by = []
+    for loop in (torchs_own, gradsyncs):
+        model = Heads()
+        by.append(departures(DDP(model, find_unused_parameters=True, bucket_cap_mb=1e-5), model, loop))
+    assert by[0] == by[1]
+    assert len(by[0]) > 4 and by[0].index("the body's gradient", 1) > 2, by[0]
+
+
+def test_no_bucket_waits_for_the_end_of_a_backward_that_does_not_reach_it(ranks):
+    """What only held micro-batches used travels when it would travel by hand, while the backward still runs."""
+    ranks(1).run(no_bucket_waits)
+
+
+def looks_first(whole: bool) -> None:
+    """What is given as `run` may ask for gradients of its own before its backward: that is no backward."""
+    rank = dist.get_rank()
+    home, optimizer = wrapped("find_unused")
+    uses = [[[0], [1]], [[0, 1], [1]]]
+
+    def run(loss):
+        asked = home.module.parameters() if whole else [home.module.body.weight]
+        torch.autograd.grad(loss, list(asked), retain_graph=True, allow_unused=True)
+        loss.backward()
+
+    for _ in range(2):
+        for micro, i in gradsync.sync_every(home, 2, range(2)):
+            micro.backward(home(micro_batch(rank, i), uses[rank][i]).square().mean(), run=run)
+        optimizer.step()
+        optimizer.zero_grad()
+    [expected] = gradients([[(r, i, uses[r][i]) for r in (0, 1) for i in (0, 1)]])
+    assert_equal_updates(optimizer.seen, [expected] * 2)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_gradients_that_are_asked_for_before_the_backward(ranks, whole):
+    ranks(2).run(looks_first, whole)
 
 
 WRAPS = {

@@ -17,7 +17,8 @@ from torch.autograd import Variable, profiler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradsync._state import SAID_OF_TORCH
-from gradsync.engines._ddp_usable import Joint
+from gradsync.engines._ddp_searched import _will_reach
+from gradsync.engines._ddp_usable import joined
 from gradsync.engines._privates import PRIVATES, check_torch, missing
 
 
@@ -87,9 +88,7 @@ def test_the_reducer_names_the_parameters_that_are_not_ready(ddp):
     ddp.module[1](torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=r"did not receive grad for rank 0: 0 1\b"):
         ddp.reducer._check_reducer_finalized()
-    from gradsync.engines._ddp_usable import Joint
-
-    Joint.apply(*ddp.module[0].parameters()).backward()
+    joined(list(ddp.module[0].parameters())).backward()
     ddp.reducer._check_reducer_finalized()
     assert all(p.grad.abs().sum() == 0 for p in ddp.module[0].parameters())
     ddp.zero_grad()
@@ -168,6 +167,21 @@ def test_what_a_forward_of_ddp_does(ddp):
     assert "_in_backward_optimizers" in inspect.getsource(DDP._setup_in_backward_optimizers)
 
 
+@pytest.mark.parametrize("asked", ["backward", "grad", "grad of parameters"])
+def test_a_backward_tells_which_parameters_it_will_reach(asked):
+    """Asked in a hook of the loss; `torch.autograd.grad` reaches none, or is not told of."""
+    assert not missing(PRIVATES["find_unused"], {"C": torch._C})
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 1) for _ in range(2)])
+    inner = model[1](torch.ones(1, 2))
+    loss, told = inner.sum(), []
+    loss.grad_fn.register_prehook(lambda _: told.extend(_will_reach(joined(list(model.parameters())))))
+    if asked == "backward":
+        loss.backward()
+    else:
+        torch.autograd.grad(loss, inner if asked == "grad" else [model[1].weight])
+    assert told == {"backward": [False, False, True, True], "grad": [False] * 4, "grad of parameters": []}[asked]
+
+
 @pytest.mark.parametrize("resets", [True, False])
 def test_a_reducer_forgets_which_parameters_were_used_when_it_is_reset(ddp, resets):
     """It takes no undefined gradient for a parameter that any backward before has used."""
@@ -177,7 +191,7 @@ def test_a_reducer_forgets_which_parameters_were_used_when_it_is_reset(ddp, rese
     model.zero_grad()
     if resets:
         reducer._reset_state()
-    nothing = Joint.apply(*model.parameters())
+    nothing = joined(list(model.parameters()))
     reducer.prepare_for_forward()
     reducer.prepare_for_backward([nothing])
     with contextlib.nullcontext() if resets else pytest.raises(RuntimeError, match="gradient which is undefined"):

@@ -2,6 +2,7 @@
 
     python -m tests.measure.speed                                            # one rank
     python -m tests.measure.speed --layers 100 --micro-steps 40              # 200 parameters
+    python -m tests.measure.speed --layers 100 --micro-steps 40 --find-unused
     torchrun --standalone --nproc-per-node 2 -m tests.measure.speed          # two
 
 Best of several rounds, in microseconds, and as a ratio to the hand-written `no_sync` loop.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import tempfile
 import time
@@ -72,8 +74,9 @@ def iterated(model, optimizer, batches):
             optimizer.zero_grad()
 
 
-def ways(layers=1):
-    """Name, function, model, optimizer; every way has a model of its own."""
+def ways(layers=1, **options):
+    """Name, function, model, optimizer; every way has a model of its own, and each DDP these options."""
+    ddp = functools.partial(DDP, **options)
 
     def pair(wrap):
         model = tiny(layers)
@@ -81,13 +84,13 @@ def ways(layers=1):
         return wrapped, torch.optim.SGD(model.parameters(), lr=1e-3)
 
     yield "no engine", plain, *pair(lambda m: m)
-    yield "no_sync by hand", by_hand, *pair(DDP)
+    yield "no_sync by hand", by_hand, *pair(ddp)
     with contextlib.suppress(ImportError):
         from accelerate import Accelerator
 
         accelerator = Accelerator(gradient_accumulation_steps=STEPS, cpu=True)
         model = tiny(layers)
-        wrapped, optimizer = accelerator.prepare(DDP(model), torch.optim.SGD(model.parameters(), lr=1e-3))
+        wrapped, optimizer = accelerator.prepare(ddp(model), torch.optim.SGD(model.parameters(), lr=1e-3))
 
         def accelerate(model, optimizer, batches):
             for x in batches:
@@ -102,7 +105,7 @@ def ways(layers=1):
         from lightning_fabric.strategies import DDPStrategy
 
         os.environ.setdefault("LT_CLI_USED", "0")
-        fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=DDPStrategy(process_group_backend="gloo"))
+        fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=DDPStrategy(process_group_backend="gloo", **options))
         fabric._launched = True
         model = tiny(layers)
         wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))
@@ -118,10 +121,10 @@ def ways(layers=1):
 
         yield "Fabric no_backward_sync", fabric_way, wrapped, optimizer
     yield "accumulating, bare model", decorated, *pair(lambda m: m)
-    yield "accumulating, DDP model", decorated, *pair(DDP)
-    yield "accumulating.over, DDP model", decorated_over, *pair(DDP)
+    yield "accumulating, DDP model", decorated, *pair(ddp)
+    yield "accumulating.over, DDP model", decorated_over, *pair(ddp)
     yield "sync_every, bare model", iterated, *pair(lambda m: m)
-    yield "sync_every, DDP model", iterated, *pair(DDP)
+    yield "sync_every, DDP model", iterated, *pair(ddp)
 
 
 def main():
@@ -129,6 +132,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--micro-steps", type=int, default=400)
     parser.add_argument("--layers", type=int, default=1, help="of two parameters each")
+    parser.add_argument("--find-unused", action="store_true", help="on DDPs with find_unused_parameters=True")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -137,7 +141,7 @@ def main():
     else:
         dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
     batches = list(torch.randn(args.micro_steps, 4, 8))
-    candidates = list(ways(args.layers))
+    candidates = list(ways(args.layers, **({"find_unused_parameters": True} if args.find_unused else {})))
     best = dict.fromkeys((name for name, *_ in candidates), float("inf"))
     for _ in range(args.rounds + 1):
         for name, run, model, optimizer in candidates:
