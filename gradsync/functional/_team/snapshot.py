@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,20 +21,7 @@ from gradsync.ranks.group import several_ranks
 Gathered: TypeAlias = Mapping[torch.Tensor, nn.Parameter]
 
 NOTHING: Gathered = MappingProxyType({})
-
-
-class _Module(NamedTuple):
-    """A module, the ids of its parameters and of its children. While these live, no id is used again."""
-
-    ref: weakref.ref[nn.Module]
-    kind: type
-    parameters: list[int]
-    children: list[int]
-
-    @classmethod
-    def of(cls, module: nn.Module, parameters: Iterable[nn.Parameter | None]) -> _Module:
-        children = map(id, module._modules.values())
-        return cls(weakref.ref(module), type(module), [*map(id, parameters)], [*children])
+_Parameters: TypeAlias = Collection[nn.Parameter | None]
 
 
 # What an engine minds of a parameter: of one that is trained, and of a bystander's.
@@ -64,7 +51,7 @@ class Snapshot:
         parameters an engine has put into others: to replace or move one of these is a change.
         """
         every = [module for model in models for module in model.modules()]
-        theirs = [tuple(_parameters_of(module, gathered)) for module in every]
+        theirs = _parameters_of(every, gathered)
         found = dict.fromkeys(one for parameters in theirs for one in parameters if one is not None)
         mine = owned(optimizers)
         both = dict.fromkeys((*found, *mine))
@@ -77,7 +64,10 @@ class Snapshot:
         self._forms += [() if is_lazy(p) else _FORM_BESIDE(p) for p in self._beside]
         self._owned = [*map(id, mine)]
         self._roots = [*map(id, models)]
-        self._modules = [*map(_Module.of, every, theirs)]
+        # The modules, and the ids of what is in them: while these live, no id is used again.
+        self._modules = [*map(weakref.ref, every)]
+        self._kinds = [*map(type, every)]
+        self._inside = _inside(every, theirs)
         self._emptied = [id(module) for module in every if module in emptied]
         self._group = dist.group.WORLD
         # What else an engine minds: the order of parameters, which are in a model, classes, wrappers, several ranks.
@@ -109,13 +99,9 @@ class Snapshot:
         mine = [id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]]
         if mine != self._owned or self._group is not dist.group.WORLD:
             return False
-        for ref, kind, parameters, children in self._modules:
-            module = ref()
-            if module is None or type(module) is not kind:
-                return False
-            found = _parameters_of(module, gathered) if gathered else module._parameters.values()
-            if [*map(id, found)] != parameters or [*map(id, module._modules.values())] != children:
-                return False
+        every: list[Any] = [ref() for ref in self._modules]
+        if [*map(type, every)] != self._kinds or _inside(every, _parameters_of(every, gathered)) != self._inside:
+            return False
         return not self._has_lazy and [*map(_FORM, self._trained), *map(_FORM_BESIDE, self._beside)] == self._forms
 
     def _difference(self, other: Snapshot) -> str:
@@ -140,14 +126,28 @@ class Snapshot:
         return dict(zip(map(id, (*self._trained, *self._beside)), self._forms, strict=True))
 
 
-def _parameters_of(module: nn.Module, gathered: Gathered) -> Collection[nn.Parameter | None]:
-    found = module._parameters
+def _inside(every: Sequence[nn.Module], theirs: Sequence[_Parameters]) -> list[list[int]]:
+    """The ids of the modules' parameters and children, and how many of both each has. Flat lists are made faster."""
+    children = [module._modules.values() for module in every]
+    return [
+        [id(one) for parameters in theirs for one in parameters],
+        [id(one) for modules in children for one in modules],
+        [*map(len, theirs)],
+        [*map(len, children)],
+    ]
+
+
+def _parameters_of(every: Sequence[nn.Module], gathered: Gathered) -> list[_Parameters]:
+    """The parameters of each module."""
     if not gathered:
-        return found.values()
-    own = {name: p if p is None else gathered.get(p, p) for name, p in found.items()}
-    beside = ((name, one) for name, one in vars(module).items() if isinstance(one, torch.Tensor))
-    own.update((name, gathered[one]) for name, one in beside if one in gathered)
-    return own.values()
+        return [module._parameters.values() for module in every]
+    found: list[_Parameters] = []
+    for module in every:
+        own = {name: p if p is None else gathered.get(p, p) for name, p in module._parameters.items()}
+        beside = ((name, one) for name, one in vars(module).items() if isinstance(one, torch.Tensor))
+        own.update((name, gathered[one]) for name, one in beside if one in gathered)
+        found.append(own.values())
+    return found
 
 
 def _kind(module: nn.Module) -> type:
