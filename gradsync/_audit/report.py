@@ -35,7 +35,7 @@ _MISSED: dict[Missed, str] = {
     "no engine": (
         "{n} of {updates} used gradients that no engine synchronises, on {ranks} ranks. Wrap the model in "
         "DistributedDataParallel, after unfreezing what is to be trained, and hand audit the wrapper, not the module "
-        "inside it."
+        "inside it. A loop or an optimizer that all-reduces gradients by itself is not seen."
     ),
     "held": (
         "{n} of {updates} used gradients that were held back: no micro-batch of the window synchronised. The last one "
