@@ -20,54 +20,45 @@ from gradsync.functional._window.driver import Run
 from gradsync.functional._window.steps_and_tail import ends_with_data
 from gradsync.functional._window.table import NOBODY, PERHAPS, UNKNOWN, Share
 from gradsync.functional._window.window import Window
-from gradsync.ranks.line import Sent
 
 
-class Lockstep:
-    """Plans the micro-batches of one loop with the other ranks."""
+def plan(talk: Talk, run: Run, window: Window) -> None:
+    """A window opens: plan how many calls it has, where all ranks know that."""
+    talk.planned = None
+    if not talk.is_in_lockstep or callable(run.terms.steps) or talk.alone is None:
+        return
+    shares, can_end = talk.shares, ends_with_data(run.terms.tail)
+    lefts = [share.left for share in shares]
+    if PERHAPS in lefts or UNKNOWN in lefts:
+        return
+    most = min(max(lefts), window.size)
+    if most == window.size or (most and can_end and all(share.once or not share.left for share in shares)):
+        talk.planned, talk.asked = int(most), None
+        # If this window is discarded, nobody knows how many items the others still have.
+        talk.shares = [share._replace(left=UNKNOWN if share.left else 0.0) for share in shares]
 
-    def __init__(self, talk: Talk) -> None:
-        self._talk = talk
-        self._planned: int | None = None  # calls in the open window; None where the ranks must ask
-        self._planned_by: Sequence[Share] = ()  # what the ranks had said then
-        self._asked: tuple[Run, Sent] | None = None  # the run whose next call was asked about, and the answers
 
-    def plan(self, run: Run, window: Window) -> None:
-        """Called when a window opens."""
-        self._planned, shares = None, self._talk.shares
-        if not self._talk.is_in_lockstep or callable(run.terms.steps) or self._talk.alone is None:
-            return
-        lefts = [share.left for share in shares]
-        is_out_of_date = shares is self._planned_by  # the window that they were for was discarded
-        if is_out_of_date or PERHAPS in lefts or UNKNOWN in lefts:
-            return
-        most = min(max(lefts), window.size)
-        can_end = ends_with_data(run.terms.tail) and all(share.once or not share.left for share in shares)
-        if most == window.size or (most and can_end):
-            self._planned, self._planned_by, self._asked = int(most), shares, None
+def hear(talk: Talk, run: Run, size: float) -> Sequence[Share]:
+    """What ranks say of the call that begins now: whose it is, and who has more behind it.
 
-    def hear(self, run: Run, size: float) -> Sequence[Share]:
-        """What ranks say of the call that begins now: whose it is, and who has more behind it.
+    `size` is that of its window, 0 on a rank that does not know whose window that is.
+    """
+    if talk.planned is not None and run.window is not None:
+        return [Share(closing=float(run.key), left=float(talk.planned - run.index - 1))]
+    asked, talk.asked = talk.asked, None
+    shares = talk.answers(asked[1]) if asked is not None and asked[0] is run else []
+    if not _is_enough(run, shares):
+        shares = talk.ask(talk.about(run, Share(size=size)))
+    if all(share.once for share in shares) and any(share.left for share in shares):  # all can answer ahead
+        talk.asked = run, talk.question(_promise(talk, run))
+    return shares
 
-        `size` is that of its window, 0 on a rank that does not know whose window that is.
-        """
-        talk = self._talk
-        if self._planned is not None and run.window is not None:
-            return [Share(closing=float(run.key), left=float(self._planned - run.index - 1))]
-        asked, self._asked = self._asked, None
-        shares = talk.answers(asked[1]) if asked is not None and asked[0] is run else []
-        if not _is_enough(run, shares):
-            shares = talk.ask(talk.about(run, Share(size=size)))
-        if all(share.once for share in shares) and any(share.left for share in shares):  # all can answer ahead
-            self._asked = run, talk.question(self._promise(run))
-        return shares
 
-    def _promise(self, run: Run) -> Share:
-        """What this rank can say of its next call before that begins."""
-        known = self._talk.data.num_known
-        if not self._talk.foresees(run):
-            return Share()
-        return Share(closing=float(run.key), left=float(known > 1), once=1.0) if known else Share(once=1.0)
+def _promise(talk: Talk, run: Run) -> Share:
+    """What this rank can say of its next call before that begins."""
+    once = talk.foresees(run)
+    known = talk.data.num_known if once else 0
+    return Share(closing=float(run.key) if known else NOBODY, left=float(known > 1), once=float(once))
 
 
 def _is_enough(run: Run, shares: Sequence[Share]) -> bool:

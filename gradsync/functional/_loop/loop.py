@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from gradsync._frames import driver_of
 from gradsync._state import LOOPS
 from gradsync.functional._loop.items import Data
-from gradsync.functional._loop.lockstep_of_forwards import Lockstep
+from gradsync.functional._loop.lockstep_of_forwards import hear
 from gradsync.functional._loop.loop_exchange import LoopExchange
 from gradsync.functional._loop.meeting import beside, meet_without_call, one_loop
 from gradsync.functional._loop.talk import Talk
@@ -30,33 +30,25 @@ class StandIn(NamedTuple):
     place: Place
 
 
-class Loop:
+class Loop(Talk):
     """What the calls in a loop share: where this rank's data is, and what the ranks have said of theirs."""
 
     def __init__(self, name: str, length: int | None, runs: Callable[[], Sequence[Run]] = list) -> None:
         """`runs` returns the runs that may be called in the loop, as far as this rank knows them."""
-        self.name = name
+        super().__init__(name, Data(length), runs)
         self.thread = get_ident()
-        self.data = Data(length)
         self.is_superseded = False  # whether another loop of the same calls has begun before the end of this one
         self.called_from: tuple[Any, ...] = ()  # where the last call came from, if there were items without a call
         self.kept: dict[Run, Any] = {}  # keeps what a replay needs alive until the loop ends
         self._around: dict[Talk, int] = {}  # loops that were under way before it, and how many items they had had
-        self._talk = Talk(name, self.data, runs)
-        self._lockstep = Lockstep(self._talk)
         self._exchanges: dict[Run, LoopExchange] = {}
 
     def exchange(self, run: Run) -> LoopExchange:
         """The exchange of one run in this loop."""
         found = self._exchanges.get(run)
         if found is None:
-            found = self._exchanges[run] = LoopExchange(run, self._talk, self._lockstep)
+            found = self._exchanges[run] = LoopExchange(run, self)
         return found
-
-    @property
-    def called(self) -> Sequence[Run]:
-        """The runs that were called, in the order of their first call."""
-        return self._talk.called
 
     def items(self, iterable: Iterable[T]) -> Iterator[T]:
         """The items of an iterable, counted.
@@ -64,15 +56,14 @@ class Loop:
         Where the length is not known, one item is drawn ahead; two where ranks tell each other of the next call before
         it begins.
         """
-        talk = self._talk
-        talk.driver = driver_of(sys._getframe(1))
-        self._around = {other: other.data.num_items for other in beside(talk)}
-        LOOPS.add(talk)
-        return self.data.items(iterable, self.name, lambda: 2 if talk.is_in_lockstep else 1)
+        self.driver = driver_of(sys._getframe(1))
+        self._around = {other: other.data.num_items for other in beside(self)}
+        LOOPS.add(self)
+        return self.data.items(iterable, self.name, lambda: 2 if self.is_in_lockstep else 1)
 
     def end(self) -> None:
         """The loop is over, or was left."""
-        LOOPS.discard(self._talk)
+        LOOPS.discard(self)
         self.kept.clear()
         self._around.clear()
 
@@ -88,36 +79,35 @@ class Loop:
         The caller repeats or misses each of them (its `role` says which), and closes windows, before the next.
         """
         self.data.end()
-        talk = self._talk
         try:
-            if not talk.called:
-                meet_without_call(talk)
-            zipped = [one.name for one in beside(talk) if one.data.num_items != self._around.get(one)]
-            if zipped and not talk.is_over and talk.team.num_ranks > 1:
+            if not self.called:
+                meet_without_call(self)
+            zipped = [one.name for one in beside(self) if one.data.num_items != self._around.get(one)]
+            if zipped and not self.is_over and self.team.num_ranks > 1:
                 raise one_loop(
                     f"this rank has run out in {self.name}, and others may not have, while {zipped[0]} goes on "
                     "beside it"
                 )
             with WaitingFor(lambda: f"the windows of {self.name} that other ranks may still have"):
-                while not talk.is_over and (turn := self._next()) is not None:
+                while not self.is_over and (turn := self._next()) is not None:
                     yield turn
         finally:
             self.end()
 
     def _next(self) -> StandIn | None:
         """The next place in a window that has not closed on all ranks, after this rank's data has ended."""
-        return self._next_call() if self._talk.is_in_lockstep else self._next_window()
+        return self._next_call() if self.is_in_lockstep else self._next_window()
 
     def _next_window(self) -> StandIn | None:
         """The next window that any rank closes. No forward communicates: only its last place matters here."""
-        talk, alone = self._talk, self._talk.alone
-        mine = Share(left=ASKS, open=talk.first_open)
+        alone = self.alone
+        mine = Share(left=ASKS, open=self.first_open)
         if alone is not None:
             # To make a team is collective. After a change of models, the other ranks make it as they open their window.
             alone.fitting_team()
             mine = self.exchange(alone).share(alone.window)
-        sent = talk.send(mine)
-        run = talk.closing([Share.of(row) for row in sent.rows()])
+        sent = self.send(mine)
+        run = self.closing([Share.of(row) for row in sent.rows()])
         if run is None:
             return None
         turn = self._last(run)
@@ -127,11 +117,11 @@ class Loop:
 
     def _next_call(self) -> StandIn | None:
         """The next call of any rank, where forwards communicate."""
-        talk, alone, size = self._talk, self._talk.alone, 0
-        if alone is not None and any(share.left for share in talk.shares):
+        alone, size = self.alone, 0
+        if alone is not None and any(share.left for share in self.shares):
             size = self._place(alone, Role.MISSES).size  # opens a window if none is, and plans it, like the others
-        shares = self._lockstep.hear(talk.called[0], size)
-        run = talk.closing(shares)
+        shares = hear(self, self.called[0], size)
+        run = self.closing(shares)
         if run is None:
             if alone is not None and not alone.index:
                 alone.discard()  # what was opened for a window that did not come

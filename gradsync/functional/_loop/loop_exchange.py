@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._loop.lockstep_of_forwards import Lockstep
+from gradsync.functional._loop.lockstep_of_forwards import hear, plan
 from gradsync.functional._loop.meeting import begin
 from gradsync.functional._loop.talk import Talk
 from gradsync.functional._window.driver import Run
@@ -21,11 +21,10 @@ class LoopExchange(Exchange):
 
     has_an_end = True
 
-    def __init__(self, run: Run, talk: Talk, lockstep: Lockstep) -> None:
+    def __init__(self, run: Run, talk: Talk) -> None:
         super().__init__(run.terms)
         self._run = run
         self._talk = talk
-        self._lockstep = lockstep
         self._num_changes = run.num_changes  # at its first call in this loop
         self._has_told_end = False  # whether the others know that this rank has closed its last window
 
@@ -43,7 +42,7 @@ class LoopExchange(Exchange):
         super().enter(run)
         if talk.is_in_lockstep:
             assert run.window is not None, "opened by now"
-            ends = not any(share.left for share in self._lockstep.hear(run, run.window.size))
+            ends = not any(share.left for share in hear(talk, run, run.window.size))
         else:
             # With several runs, this rank cannot know whose window closes next: its last call closes none, and
             # after its data it asks the others. If all have as many items, each closes its own.
@@ -51,7 +50,7 @@ class LoopExchange(Exchange):
         return ends and ends_with_data(run.terms.tail)
 
     def plan(self, window: Window) -> None:
-        self._lockstep.plan(self._run, window)
+        plan(self._talk, self._run, window)
 
     def agree(self, window: Window) -> None:
         """Nothing to do: the ranks compared their settings when they met."""

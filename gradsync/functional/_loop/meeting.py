@@ -51,6 +51,7 @@ def one_loop(what: str) -> GradSyncError:
 
 
 def _meet(talk: Talk, run: Run) -> None:
+    """Compare settings, of each run on the ranks that know it, and hear who has items. Errors come on every rank."""
     name, data, team = talk.name, talk.data, run.fitting_team()
     talk.called.append(run)
     if team.num_ranks == 1:
@@ -74,9 +75,9 @@ def _meet(talk: Talk, run: Run) -> None:
         "around": next(uneven, None),
     }
     said = meet_with_data(team.group, team.twins, f"the data of {name}", saying)
-    windows = [(rank, *window) for rank, one in enumerate(said) for window in one["windows"].items()]
-    for key in dict.fromkeys(key for _, key, _ in windows):  # each is compared on the ranks that know it
-        knowing = [(rank, words) for rank, one, words in windows if one == key]
+    windows = [one["windows"] for one in said]
+    for key in dict.fromkeys(key for known in windows for key in known):
+        knowing = [(rank, known[key]) for rank, known in enumerate(windows) if key in known]
         for setting in knowing[0][1]:
             agreed([(rank, words[setting]) for rank, words in knowing], setting)
     around = next((one["around"] for one in said if one["around"] is not None), None)

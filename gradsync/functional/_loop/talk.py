@@ -20,19 +20,20 @@ from gradsync.ranks.meet import ONE_FORWARD, agreed, ranks_where
 
 
 class Talk:
-    """The data of a loop here, the runs that it calls, and what all ranks have said of theirs."""
+    """The data of a loop here, the runs that it calls, and what all ranks have said of theirs. `Loop` is made of it."""
 
     def __init__(self, name: str, data: Data, runs: Callable[[], Sequence[Run]]) -> None:
         """`runs` returns the runs that may be called in the loop, as far as this rank knows them."""
         self.name = name
         self.data = data
         self.runs = runs
-        self.called: list[
-            Run
-        ] = []  # in the order of their first call; tables go over the ranks of the first one's team
+        self.called: list[Run] = []  # in the order of their first call; the first one's team is that of the tables
         self.lengths: Sequence[int | None] = [data.length]  # of all ranks' data, once they have met
         self.shares: Sequence[Share] = ()  # what the ranks said last
         self.driver: tuple[int, CodeType] | None = None  # the function call that draws the items
+        # Where forwards communicate:
+        self.planned: int | None = None  # calls in the open window; None where the ranks must ask
+        self.asked: tuple[Run, Sent] | None = None  # the run whose next call was asked about, and the answers
 
     @property
     def known(self) -> list[Run]:
