@@ -62,8 +62,7 @@ from gradsync.functional._iterator.fit import Fitting, fit
 from gradsync.functional._iterator.micro_step import MicroStep
 from gradsync.functional._iterator.sync_every import sync_every
 from gradsync.functional._loop.items import length, with_last
-from gradsync.functional._loop.lockstep_of_forwards import StandIn
-from gradsync.functional._loop.loop import Loop
+from gradsync.functional._loop.loop import Loop, StandIn
 from gradsync.functional._parts.in_parts import InParts
 from gradsync.functional._parts.rows_that_fit import rows_that_fit
 from gradsync.functional._team.by_hand import no_sync, sync_gradients

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Generic, ParamSpec, TypeVar
 
 from gradsync.functional._iterator.micro_step import MicroStep
@@ -47,5 +46,7 @@ class Fitting(InParts, Generic[P, R]):
 
     def __call__(self, step: MicroStep, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function on these arguments, and then the backward of `step`."""
-        returned: R = step._turn.in_parts(step, partial(self.run, function=self._function, args=args, kwargs=kwargs))
-        return returned
+        returned, closing = self.run(step._turn.begin(step._place), step._place, self._function, args, kwargs)
+        step._end(closing)
+        result: R = returned
+        return result

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from gradsync.functional._iterator.micro_step import MicroStep, Turn
-from gradsync.functional._iterator.turn_watch import leave
+from gradsync.functional._iterator.micro_step import MicroStep
+from gradsync.functional._iterator.turn import Turn
 from gradsync.functional._loop.items import length
 from gradsync.functional._loop.loop import Loop
 from gradsync.functional._team.by_hand import check_modules
 from gradsync.functional._window.driver import Run
 from gradsync.functional._window.steps_and_tail import Steps, Terms, Who
+from gradsync.functional._window.window import Place
 from gradsync.ranks.group import require_group
 from gradsync.ranks.meet import insist, meet
 
@@ -52,47 +53,47 @@ def sync_every(
     models = check_modules(model, "sync_every")
     run = Run("sync_every", Terms(steps, repeats="always", keeps_losses=False))
     require_group("sync_every")
-    return _endless(run, models) if iterable is None else _over(run, models, iterable)
+    return _steps(run, models, iterable)
 
 
-def _endless(run: Run, models: Sequence[nn.Module]) -> Iterator[MicroStep]:
-    who, turn = Who(models), Turn(run)
+def _steps(run: Run, models: Sequence[nn.Module], iterable: Iterable[Any] | None) -> Iterator[Any]:
+    who, turn = Who(models), Turn(run)  # the models are alive as long as the loop
+    places = _endless(run, who) if iterable is None else _over(run, who, iterable)
     try:
-        while True:
-            place = run.start(who)
-            if place.window == place.index == 0:
-                insist(meet(run.fitting_team().group, "the start of sync_every", {"steps": place.size}))
-            with turn.at(place) as step:
-                yield step
+        for place, item in places:
+            with run.holding(place), turn.at(place):
+                step = MicroStep(place, turn)
+                yield step if iterable is None else (step, item)
+            turn.end(place)
     except BaseException as error:
-        leave(run, error, sys._getframe(0).f_back, turn.loop)
+        turn.leave(error, sys._getframe(0).f_back)
         raise
     finally:
-        turn.end()
+        turn.end_loop()
+        places.close()
     run.abandon()
 
 
-def _over(run: Run, models: Sequence[nn.Module], iterable: Iterable[T]) -> Iterator[tuple[MicroStep, T]]:
-    who, turn = Who(models), Turn(run)
-    run.who = who
+def _endless(run: Run, who: Who) -> Generator[tuple[Place, None]]:
+    while True:
+        place = run.start(who)
+        if place.window == place.index == 0:
+            insist(meet(run.fitting_team().group, "the start of sync_every", {"steps": place.size}))
+        yield place, None
+
+
+def _over(run: Run, who: Who, iterable: Iterable[T]) -> Generator[tuple[Place, T]]:
+    run.who, last = who, None
     loop = Loop("sync_every", length(iterable), lambda: [run])
     loop.calls_once(run)
-    last: Any = None
     try:
         for item in loop.items(iterable):
             last = _kept(item)
-            with turn.at(run.start(who, loop)) as step:
-                yield step, item
+            yield run.start(who, loop), item
         for _, place in loop.rest():
-            with turn.at(place) as step:
-                yield step, _kept(last)
-    except BaseException as error:
-        leave(run, error, sys._getframe(0).f_back, turn.loop)
-        raise
+            yield place, _kept(last)
     finally:
-        turn.end()
         loop.end()
-    run.abandon()
 
 
 def _kept(item: Any) -> Any:

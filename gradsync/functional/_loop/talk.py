@@ -1,13 +1,15 @@
-"""`Talk`: the tables that ranks exchange in a loop. A table names the run that it is about, by its key."""
+"""`Talk`: what a rank knows of a loop, and the tables by which ranks tell each other. A run's key names its window."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import CodeType
 
 import torch
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
+from gradsync.functional._loop.items import Data
 from gradsync.functional._team.team import Team
 from gradsync.functional._window.driver import Run
 from gradsync.functional._window.steps_and_tail import ends_with_data
@@ -18,15 +20,20 @@ from gradsync.ranks.meet import ONE_FORWARD, agreed, ranks_where
 
 
 class Talk:
-    """What the ranks tell each other in a loop. The key of its run names a window."""
+    """The data of a loop here, the runs that it calls, and what all ranks have said of theirs. `Loop` is made of it."""
 
-    def __init__(self, name: str, runs: Callable[[], Sequence[Run]]) -> None:
+    def __init__(self, name: str, data: Data, runs: Callable[[], Sequence[Run]]) -> None:
         """`runs` returns the runs that may be called in the loop, as far as this rank knows them."""
         self.name = name
+        self.data = data
         self.runs = runs
-        self.called: list[Run] = []  # in the order of their first call
-        self.chief: Run | None = None  # the tables go over the ranks of its team
+        self.called: list[Run] = []  # in the order of their first call; the first one's team is that of the tables
+        self.lengths: Sequence[int | None] = [data.length]  # of all ranks' data, once they have met
         self.shares: Sequence[Share] = ()  # what the ranks said last
+        self.driver: tuple[int, CodeType] | None = None  # the function call that draws the items
+        # Where forwards communicate:
+        self.planned: int | None = None  # calls in the open window; None where the ranks must ask
+        self.asked: tuple[Run, Sent] | None = None  # the run whose next call was asked about, and the answers
 
     @property
     def known(self) -> list[Run]:
@@ -34,25 +41,58 @@ class Talk:
         return sorted(dict.fromkeys((*self.runs(), *self.called)), key=lambda run: run.key)
 
     @property
+    def alone(self) -> Run | None:
+        """The run of the loop, if this rank knows of no other."""
+        known = self.known
+        return known[0] if len(known) == 1 else None
+
+    @property
     def team(self) -> Team:
-        """The team of the chief, once the ranks have met."""
-        assert self.chief is not None, "they have met"
-        assert self.chief.team is not None, "they have met"
-        return self.chief.team
+        """The team over whose ranks the tables go, once these have met."""
+        team = self.called[0].team
+        assert team is not None, "they have met"
+        return team
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks are known to have equally many items."""
+        return None not in self.lengths and len(set(self.lengths)) == 1
 
     @property
     def is_in_lockstep(self) -> bool:
         """Whether the ranks run each call together, in one window of the loop and so in all."""
-        for run in self.called:  # asked in each call, where a generator would cost more than the answer
+        for run in self.called:  # noqa: SIM110 - in each call, where a generator would cost more than the answer
             if run.team is not None and run.team.lockstep:
                 return True
-        return self.chief is not None and self.team.lockstep
+        return False
 
     @property
     def first_open(self) -> float:
         """The key of the first window that is open here and that the end of the data closes."""
-        opened = [run.key for run in self.known if run.index and ends_with_data(run.terms.tail)]
-        return float(min(opened)) if opened else NOBODY
+        opened = (float(run.key) for run in self.known if run.index and ends_with_data(run.terms.tail))
+        return min(opened, default=NOBODY)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no rank has more items, or a window that is still to be closed."""
+        if not self.called or self.team.num_ranks == 1:
+            return self.first_open == NOBODY
+        some = any(share.left or share.open != NOBODY for share in self.shares)
+        return not some and self.alone is not None and self.alone.window is None
+
+    def foresees(self, run: Run) -> bool:
+        """Whether each item has had one call, of this run: then calls to come are known as far as the items are."""
+        data = self.data
+        once = data.has_ended or (data.calls_once(run) and not data.num_idle)
+        return once and self.alone is not None
+
+    def about(self, run: Run, share: Share) -> Share:
+        """A share of this rank in a window of the run, with what it says of its data."""
+        data = self.data
+        closing, opened = (NOBODY, self.first_open) if data.has_ended else (float(run.key), NOBODY)
+        return share._replace(closing=closing, open=opened, left=data.left(run), once=float(self.foresees(run)))
+
+    # -- tables -----------------------------------------------------------------------------------------------------
 
     def send(self, share: Share) -> Sent:
         """Send this rank's share, without waiting."""
@@ -64,9 +104,8 @@ class Talk:
 
     def question(self, share: Share) -> Sent:
         """The same, without waiting: `answers` reads it later."""
-        team = self.team
-        for group in team.twins:
-            share = share._replace(failed=share.failed + _twins_differ(group, share, team.parameters))
+        for group in self.team.twins:
+            share = share._replace(failed=share.failed + _twins_differ(group, share, self.team.parameters))
         return self.send(share)
 
     def answers(self, sent: Sent) -> list[Share]:
@@ -90,7 +129,7 @@ class Talk:
         if any(share.left for share in shares) or all(share.closing != NOBODY for share in shares):
             shares = self.ask(Share(closing=float(run.key), left=1.0))
         if any(share.closing == NOBODY for share in shares):
-            raise self._nothing_known(shares)
+            raise _not_known(self.name, shares)
 
     def closing(self, shares: Sequence[Share]) -> Run | None:
         """The run whose window closes next, or whose call it is; None if all ranks have ended and none is open."""
@@ -101,37 +140,27 @@ class Talk:
         key = min(opened) if closing == NOBODY else closing
         run = next((run for run in self.known if run.key == key), None)
         if run is None:
-            raise self._nothing_known(shares)
+            raise _not_known(self.name, shares)
         return run
 
     def check_same(self, shares: Sequence[Share]) -> None:
         """Raise on every rank if the ranks close windows of different runs."""
-        closing = {share.closing for share in shares if share.closing != NOBODY}
-        if len(closing) > 1:
+        closing = [(rank, int(share.closing)) for rank, share in enumerate(shares) if share.closing != NOBODY]
+        if len({key for _, key in closing}) > 1:
             raise GradSyncError(
                 f"All ranks must come to the same windows of {self.name} in the same order, but "
-                + ", ".join(
-                    f"rank {r} is at number {int(s.closing)}" for r, s in enumerate(shares) if s.closing != NOBODY
-                )
+                + ", ".join(f"rank {rank} is at number {key}" for rank, key in closing)
                 + " of those that the loop calls. Call the functions in one order on all ranks."
             )
 
-    def check_keys(self) -> None:
-        """Raise for two runs of one key: the ranks could not tell their windows apart."""
-        keys = [run.key for run in self.known]
-        if len(set(keys)) < len(keys):
-            raise GradSyncError(
-                f"Each run that is called in {self.name} needs a key of its own, the same on all ranks, but the keys "
-                f"are {', '.join(map(str, keys))}. Pass key= to functional.Run: 0, 1, ..."
-            )
 
-    def _nothing_known(self, shares: Sequence[Share]) -> GradSyncError:
-        absent = ranks_where(share.closing == NOBODY for share in shares)
-        return GradSyncError(
-            f"Every rank needs an item for each function, model and optimizer that is called in {self.name}, but rank "
-            f"{absent} had run out when the first window of one of them was opened, and does not know it. Give each "
-            "rank an item that calls it, or name the models and optimizers."
-        )
+def _not_known(name: str, shares: Sequence[Share]) -> GradSyncError:
+    absent = ranks_where(share.closing == NOBODY for share in shares)
+    return GradSyncError(
+        f"Every rank needs an item for each function, model and optimizer that is called in {name}, but rank "
+        f"{absent} had run out when the first window of one of them was opened, and does not know it. Give each "
+        "rank an item that calls it, or name the models and optimizers."
+    )
 
 
 def _twins_differ(group: dist.ProcessGroup, share: Share, parameters: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -82,9 +82,8 @@ class _BackwardOfWindow(Backward):
     def __init__(self, run: Run, place: Place, scaler: GradScaler | None, changes: Callable[[], object]) -> None:
         self.parameters = run.fitting_team().parameters
         self.closing: Closing | None = None
-        self._begun: Passage | None = None  # set when the backward of the last part begins
-        self._first: torch.Tensor | LossSum | None = None  # the loss of the first part whose backward has begun
-        self._has_tried = False  # whether it has tried to begin: the ranks must not begin twice
+        self._begun: Passage | None = None  # set when the real backward begins, that of the last part
+        self._first: torch.Tensor | LossSum | None = None  # until then: that of the first part, once its own has begun
         self._run, self._place, self._scaler, self._changes = run, place, scaler, changes
 
     def begin(self, loss: torch.Tensor | LossSum, weight: float) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -93,7 +92,7 @@ class _BackwardOfWindow(Backward):
         tensor, seed = weigh(window, loss, self._scaler)
         if weight != 1.0:
             seed = torch.full_like(tensor, weight) if seed is None else seed * weight
-        if self._first is None:
+        if self._first is None and self._begun is None:
             self._changes()
             self._first = loss
         return tensor, seed
@@ -111,7 +110,7 @@ class _BackwardOfWindow(Backward):
         tensor.backward(seed)
 
     def _begin(self, tensor: torch.Tensor, loss: torch.Tensor | LossSum) -> None:
-        self._has_tried = True
+        self._first = None  # the ranks must not begin twice
         self._begun = self._run.begin(self._place, loss).__enter__()
         for engine in self._begun.order.armed:
             engine.arm(tensor)
@@ -128,7 +127,7 @@ class _BackwardOfWindow(Backward):
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> bool:
         run, first = self._run, self._first
-        if error is not None and first is not None and not self._has_tried and not is_lost(error):
+        if error is not None and first is not None and not is_lost(error):
             self._begin(tensor_of(first), first)  # the other ranks may wait in its collectives
         if self._begun is not None:
             drops = self._begun.__exit__(kind, error, where)
