@@ -62,8 +62,11 @@ class Loop(Talk):
         return self.data.items(iterable, self.name, lambda: 2 if self.is_in_lockstep else 1)
 
     def end(self) -> None:
-        """The loop is over, or was left."""
+        """The loop is over, or was left. What it knows of its runs goes now, and waits for no garbage collection."""
         LOOPS.discard(self)
+        for run in self._exchanges:
+            run.leave_loop()
+        self._exchanges.clear()
         self.kept.clear()
         self._around.clear()
 

@@ -247,9 +247,13 @@ class Run:
         self.window = None
         OPEN.discard(self)
 
+    def leave_loop(self) -> None:
+        """The loop that it was called in is over: a call outside is to come, or one in another loop."""
+        self._exchange = self._alone
+
     def forget_team(self) -> None:
-        """Called after the last window: a run is in cycles with its loop, and they wait for a garbage collection."""
-        self.team, self._exchange = None, self._alone
+        """Called after the last window: the run may be kept for longer than its models."""
+        self.team = None
 
     def discard(self) -> None:
         """Discard the open window and its gradients, those inside engines too."""
