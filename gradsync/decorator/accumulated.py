@@ -5,7 +5,10 @@ from __future__ import annotations
 import atexit
 import copy
 import inspect
+import itertools
+import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, TypeVar, overload
 
@@ -13,8 +16,8 @@ import wrapt
 from typing_extensions import ParamSpec, Self
 
 from gradsync._state import FUNCTIONS
-from gradsync.decorator.calls import Calls, CallsByInstance
-from gradsync.decorator.over import Over, over
+from gradsync.decorator.calls import Calls, weakly
+from gradsync.decorator.over import Over, loop_of_call, over
 from gradsync.decorator.progress import Progress
 from gradsync.decorator.settings import Settings
 
@@ -131,7 +134,7 @@ def _documentation(decorated: Accumulated[..., Any]) -> str:
     """The function's own docstring, and below it what is added, for `help`."""
     own = decorated.__wrapped__.__doc__
     added = _ADDED.format(settings=decorated._calls.settings.in_words())
-    return added if not own else f"{own.rstrip()}\n\n{_indented(added, own)}"
+    return added if not own else f"{inspect.cleandoc(own)}\n\n{added}"
 
 
 _HELP = property(_documentation)
@@ -141,7 +144,36 @@ if TYPE_CHECKING:
     _Wrapper = wrapt.FunctionWrapper[..., Any]
 else:  # they take no parameters before wrapt 2.2
     _BoundWrapper, _Wrapper = wrapt.BoundFunctionWrapper, wrapt.FunctionWrapper
-_SETTINGS = {*Settings.__dataclass_fields__, "model", "optimizer", "scheduler", "scaler"}
+_SETTINGS = {*Settings.__dataclass_fields__}
+
+
+class _CallsByInstance:
+    """The `Calls` of each instance of a decorated function. Those of a plain function are of the instance None."""
+
+    def __init__(self, name: str, settings: Settings, place: tuple[str, int]) -> None:
+        """`place` is the file and line of the function, for warnings."""
+        self._make = partial(Calls, name, settings, place, itertools.count())
+        self._of: dict[int, Calls] = {}  # by the instance's id
+
+    def of(self, instance: object) -> Calls:
+        """The calls of one instance. They end with it; with __slots__ nobody is told, and its optimizers end them."""
+        calls = self._of.get(id(instance))
+        if calls is None:
+            made = self._make()
+            calls = self._of.setdefault(id(instance), made)  # another thread may have made it meanwhile
+            if calls is made:
+                with suppress(TypeError):
+                    weakref.finalize(instance, weakly(self._forget), id(instance)).atexit = False
+        return calls
+
+    def warn_if_open(self) -> None:
+        """Called at the end of the function or the program."""
+        for calls in [*self._of.values()]:
+            calls.warn_if_open()
+
+    def _forget(self, key: int) -> None:
+        """An instance is gone; another instance may get its id."""
+        self._of.pop(key).warn_if_open()  # which may raise, where warnings are errors
 
 
 class _AccumulatedMethod(Accumulated[P, R_co], _BoundWrapper):  # type: ignore[misc] # `__get__`
@@ -179,12 +211,14 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
         place = (code.co_filename, code.co_firstlineno) if code is not None else ("gradsync", 0)
         inner = function.func if isinstance(function, partial) else function
         name = getattr(inner, "__qualname__", type(inner).__qualname__).rpartition("<locals>.")[2]
-        all_calls = CallsByInstance(name, settings, place)
+        all_calls = _CallsByInstance(name, settings, place)
         bound = inspect.ismethod(function)  # a bound method was decorated: only wrapt knows its instance
 
         def call(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             own = None if bound else instance
-            return all_calls.of(own).call(wrapped, own, args, kwargs)
+            calls = all_calls.of(own)
+            loop = loop_of_call(calls) if calls.running or calls.read_ahead else None
+            return calls.call(loop, wrapped, own, args, kwargs)
 
         super().__init__(function, call)
         self._self_calls = all_calls
@@ -215,10 +249,3 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
 def _warn_of_open_windows() -> None:
     for all_calls in list(FUNCTIONS):
         all_calls.warn_if_open()
-
-
-def _indented(text: str, own: str) -> str:
-    """`text` indented like the docstring `own`, because `help` removes the common margin."""
-    lines = [line for line in own.splitlines()[1:] if line.strip()]
-    margin = " " * min((len(line) - len(line.lstrip()) for line in lines), default=0)
-    return "".join(margin + line if line.strip() else line for line in text.splitlines(keepends=True))

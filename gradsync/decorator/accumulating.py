@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from typing_extensions import ParamSpec
 
 from gradsync.decorator.accumulated import Accumulated, AccumulatedFunction
-from gradsync.decorator.participants import Finder, Naming
+from gradsync.decorator.participants import Naming
 from gradsync.decorator.settings import Compress, Settings, Sync
 from gradsync.functional import NonFinite, Steps, Tail
 from gradsync.parts import Cut
@@ -89,20 +89,8 @@ def accumulating(
     >>> train_step.progress.updates
     3
     """
+    settings = Settings(**locals())  # its fields have the names of the arguments above
     _refuse_bare(steps)
-    settings = Settings(
-        steps=steps,
-        finder=Finder(model, optimizer, scheduler, scaler),
-        clip_norm=clip_norm,
-        tail=tail,
-        sync=sync,
-        nonfinite=nonfinite,
-        skip=skip if isinstance(skip, tuple) else (skip,),
-        on_update=on_update,
-        overlap=overlap,
-        compress=compress,
-        fit=fit,
-    )
 
     def decorate(function: Callable[P, R]) -> Accumulated[P, R]:
         _check_function(function)

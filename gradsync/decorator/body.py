@@ -1,7 +1,8 @@
-"""`Body`: runs the user's function on a micro-batch, drops it by `skip`, and runs it again as a replay."""
+"""The user's function: run on a micro-batch, dropped by `skip`, run again as a replay; gradients that it touches."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeAlias
@@ -11,27 +12,28 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradsync._errors import GradSyncError
-from gradsync.decorator.replay_of_forward import Replay
-from gradsync.functional import Loop, LossSum, Run, Team, find_loss
+from gradsync.functional import GradientWatch, LossSum, Run, Team, find_loss
 from gradsync.ranks.lost import cannot_be_skipped
 from gradsync.ranks.meet import meet, ranks_where
 
 Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """The user's function, and the arguments of one call. A plain tuple, because a class costs time in each call."""
 
+_DATA = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.device, torch.dtype)
+
 
 class Body:
     """Runs the function of one (function, instance, optimizers)."""
 
-    def __init__(self, run: Run, skip: tuple[type[Exception], ...]) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._skip = skip
         self._has_met_forward = False
 
     def __call__(self, call: Call, team: Team) -> tuple[Any, torch.Tensor | LossSum | None]:
         """Run the function; returns what it returned, and its loss. Both are None if the micro-batch is dropped."""
         function, args, kwargs = call
-        if not self._skip:
+        skip = self._run.terms.skip
+        if not skip:
             returned = function(*args, **kwargs)
             return returned, find_loss(returned)
         models = self._run.who.models if team.forward_communicates else ()
@@ -48,7 +50,7 @@ class Body:
             with register_module_forward_pre_hook(see) if ids else nullcontext():
                 returned = function(*args, **kwargs)
                 return returned, find_loss(returned)
-        except self._skip as error:
+        except skip as error:
             if cannot_be_skipped(error):
                 raise
             if began:
@@ -60,12 +62,6 @@ class Body:
             if team.lockstep:
                 self._meet_at_first_forward(team, runs=False)
             return None, None
-
-    def remember(self, replay: Replay, call: Call, loop: Loop | None) -> None:
-        """Keep this micro-batch, which succeeded, for a replay, and its arguments as long as the loop."""
-        self._run.replay = replay
-        if loop is not None:
-            loop.kept[self._run] = call
 
     def again(self) -> torch.Tensor | LossSum:
         """Run the last good micro-batch once more; returns its loss. Other ranks wait in its forward."""
@@ -89,3 +85,100 @@ class Body:
                 "forward communicates, to be repeated in place of those that `skip` drops, but rank "
                 f"{cannot} dropped it. Look for a good one before the loop begins."
             )
+
+
+class BodyWatch(GradientWatch):
+    """Raises if a window begins with gradients, or if a body or anything between two calls changes them."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        """`name` is the name of the function."""
+        super().__init__()
+        self._name = name
+
+    def begin(self, team: Team) -> None:
+        """Called when a window opens. The first window of a team must find no gradients."""
+        if team is self.team:
+            return
+        self.watch(team)
+        left, inside = team.gradients_left()
+        if left or inside:
+            drop = "gradsync.sync_gradients(model) and " if inside else ""
+            raise GradSyncError(
+                f"A window must begin without gradients, but {left or inside} parameters have one as {self._name} "
+                f"begins its first. Call {drop}optimizer.zero_grad() after your own backwards. If they are of a "
+                f"window that another {self._name}, or another function, left open, call its flush() or reset() before "
+                "it goes."
+            )
+
+    def check(self) -> None:
+        """Raise if the gradients are not as they were left."""
+        change = self.change()
+        if change is not None:
+            raise GradSyncError(
+                f"{self._name} runs backward, step and zero_grad itself, but since its last micro-batch the gradients "
+                f"{change}, in its body or between two calls. Return the unscaled loss and leave the rest to the "
+                "decorator: accumulating(..., clip_norm=1.0) clips."
+            )
+
+
+class Replay:
+    """The last call of a step function, to be repeated when other ranks wait in its forward.
+
+    It is made before the function runs, which may take items out of a batch. Data is kept; everything else is
+    referenced weakly: it keeps no model, no optimizer and no trainer alive.
+    """
+
+    __slots__ = ("_args", "_function", "_kwargs")
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        instance = getattr(function, "__self__", None)
+        self._function: Any = function
+        if instance is not None:
+            self._function, args = getattr(function, "__func__", function), (instance, *args)
+        self._args, self._kwargs = _changed(args, _kept), _changed(kwargs, _kept)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all its arguments are still there."""
+        try:
+            _changed((self._args, self._kwargs), _restored)
+        except ReferenceError:
+            return False
+        return True
+
+    def __call__(self) -> Any:
+        """Make the call once more."""
+        return self._function(*_changed(self._args, _restored), **_changed(self._kwargs, _restored))
+
+
+class _Remembered(weakref.ref[Any]):
+    """A reference of ours: the user's data may hold others."""
+
+    __slots__ = ()
+
+
+def _changed(one: Any, change: Callable[[Any], Any]) -> Any:
+    """What `change` makes of it, or of the items of containers."""
+    if type(one) in {tuple, list, set}:
+        return type(one)(_changed(item, change) for item in one)
+    if type(one) is dict:
+        return {key: _changed(value, change) for key, value in one.items()}
+    return change(one)
+
+
+def _kept(one: Any) -> Any:
+    if isinstance(one, _DATA):
+        return one.detach() if type(one) is torch.Tensor and one.grad_fn is not None else one
+    try:
+        return _Remembered(one)
+    except TypeError:
+        return one  # it cannot be referenced weakly, like a named tuple: the user's data
+
+
+def _restored(one: Any) -> Any:
+    found = one() if isinstance(one, _Remembered) else one
+    if found is None and one is not None:
+        raise ReferenceError("an argument of the last call is gone")
+    return found

@@ -10,8 +10,6 @@ import torch
 
 from gradsync.functional import Closing, Run, Update
 
-NO_UPDATE = Update(stepped=False, grad_norm=None)
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -77,9 +75,10 @@ class Record:
         """Count on from these numbers."""
         self.num_steps, self.num_replays = progress.micro_steps, progress.replays
         self.num_updates, self.num_skipped = progress.updates, progress.skipped
-        self.size = progress.size  # of the last window
+        self.size = progress.size  # of the open window, or else of the last
         self.parts, self.rows = progress.parts, progress.rows  # with `fit`: of the last call
-        self._made = NO_UPDATE
+        self.stepped = False  # whether the last call has made an update
+        self._grad_norm: torch.Tensor | None = None
         self._closing: Closing | None = None
         self._run.go_on_from(progress.window, progress.dropped)
 
@@ -87,22 +86,13 @@ class Record:
         """A window has closed, with the update `made`."""
         self.num_updates += made.stepped
         self.num_skipped += not made.stepped
-        self._made, self._closing, self._has_told = made, closing, False
+        self.stepped, self._grad_norm = made
+        self._closing, self._has_told = closing, False
 
     def note_skipped(self, closing: Closing) -> None:
         """A window has closed without an update. With `overlap`, an earlier window may update in the same call."""
         self.num_skipped += 1
         self._closing = closing
-
-    def note_held(self) -> None:
-        """The current call has made no update so far."""
-        if self._made.stepped:
-            self._made = self._made._replace(stepped=False)
-
-    def note_size(self) -> None:
-        """Keep the size of the open window, which is about to end."""
-        if self._run.window is not None:
-            self.size = self._run.window.size
 
     @property
     def progress(self) -> Progress:
@@ -113,20 +103,20 @@ class Record:
             updates=self.num_updates,
             window=run.number,
             index=run.index,
-            size=self.size if run.window is None else run.window.size,
-            stepped=self._made.stepped,
+            size=self.size,
+            stepped=self.stepped,
             skipped=self.num_skipped,
             dropped=run.num_dropped,
             replays=self.num_replays,
             parts=self.parts,
             rows=self.rows,
-            grad_norm=self._made.grad_norm,
+            grad_norm=self._grad_norm,
             _closing=self._closing,
         )
 
     def tell(self) -> None:
         """Call the user's `on_update`, once for an update of the last call."""
-        if self._on_update is None or self._has_told or not self._made.stepped:
+        if self._on_update is None or self._has_told or not self.stepped:
             return
         instance = self._instance()
         self.is_telling = self._has_told = True
