@@ -6,9 +6,7 @@ import atexit
 import copy
 import inspect
 import itertools
-import weakref
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, TypeVar, overload
 
@@ -16,7 +14,7 @@ import wrapt
 from typing_extensions import ParamSpec, Self
 
 from gradsync._state import FUNCTIONS
-from gradsync.decorator.calls import Calls, weakly
+from gradsync.decorator.calls import Calls
 from gradsync.decorator.over import Over, loop_of_call, over
 from gradsync.decorator.progress import Progress
 from gradsync.decorator.settings import Settings
@@ -26,17 +24,6 @@ Q = ParamSpec("Q")
 R_co = TypeVar("R_co", covariant=True)
 S = TypeVar("S")
 T = TypeVar("T")
-
-_ADDED = """Under gradsync.accumulating({settings}): each call is a micro-batch. It has
-
-    .over(iterable)             the iterable again; where it ends, the window closes
-    .flush()                    close the open windows now, on all ranks together
-    .settle()                   wait for gradients that still travel (overlap)
-    .reset()                    discard the open windows, with their gradients
-    .progress                   counters, loss and gradient norm; see gradsync.Progress
-    .state_dict(), .load_state_dict(state)
-    .__wrapped__                the function itself, to evaluate with
-"""
 
 
 class Accumulated(Generic[P, R_co]):
@@ -111,7 +98,7 @@ class Accumulated(Generic[P, R_co]):
         return self.__wrapped__.__doc__ if name == "__doc__" else super().__getattribute__(name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in _SETTINGS:
+        if name in Settings.__dataclass_fields__:
             raise AttributeError(
                 f"{name} of a decorated function is what it was decorated with, and cannot be set to {value!r} later. "
                 f"Decorate with the other value, accumulating({name}=...); steps may be a function of the window's "
@@ -132,9 +119,11 @@ _OWN = [name for name in vars(Accumulated) if not name.startswith("_")]
 
 def _documentation(decorated: Accumulated[..., Any]) -> str:
     """The function's own docstring, and below it what is added, for `help`."""
+    added = f"Under gradsync.accumulating({decorated._calls.settings.in_words()}): each call is a micro-batch. It has\n"
+    for name in _OWN:
+        added += f"\n    .{name}: {(inspect.getdoc(vars(Accumulated)[name]) or '').splitlines()[0]}"
     own = decorated.__wrapped__.__doc__
-    added = _ADDED.format(settings=decorated._calls.settings.in_words())
-    return added if not own else f"{inspect.cleandoc(own)}\n\n{added}"
+    return f"{inspect.cleandoc(own)}\n\n{added}" if own else added
 
 
 _HELP = property(_documentation)
@@ -144,36 +133,6 @@ if TYPE_CHECKING:
     _Wrapper = wrapt.FunctionWrapper[..., Any]
 else:  # they take no parameters before wrapt 2.2
     _BoundWrapper, _Wrapper = wrapt.BoundFunctionWrapper, wrapt.FunctionWrapper
-_SETTINGS = {*Settings.__dataclass_fields__}
-
-
-class _CallsByInstance:
-    """The `Calls` of each instance of a decorated function. Those of a plain function are of the instance None."""
-
-    def __init__(self, name: str, settings: Settings, place: tuple[str, int]) -> None:
-        """`place` is the file and line of the function, for warnings."""
-        self._make = partial(Calls, name, settings, place, itertools.count())
-        self._of: dict[int, Calls] = {}  # by the instance's id
-
-    def of(self, instance: object) -> Calls:
-        """The calls of one instance. They end with it; with __slots__ nobody is told, and its optimizers end them."""
-        calls = self._of.get(id(instance))
-        if calls is None:
-            made = self._make()
-            calls = self._of.setdefault(id(instance), made)  # another thread may have made it meanwhile
-            if calls is made:
-                with suppress(TypeError):
-                    weakref.finalize(instance, weakly(self._forget), id(instance)).atexit = False
-        return calls
-
-    def warn_if_open(self) -> None:
-        """Called at the end of the function or the program."""
-        for calls in [*self._of.values()]:
-            calls.warn_if_open()
-
-    def _forget(self, key: int) -> None:
-        """An instance is gone; another instance may get its id."""
-        self._of.pop(key).warn_if_open()  # which may raise, where warnings are errors
 
 
 class _AccumulatedMethod(Accumulated[P, R_co], _BoundWrapper):  # type: ignore[misc] # `__get__`
@@ -211,14 +170,14 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
         place = (code.co_filename, code.co_firstlineno) if code is not None else ("gradsync", 0)
         inner = function.func if isinstance(function, partial) else function
         name = getattr(inner, "__qualname__", type(inner).__qualname__).rpartition("<locals>.")[2]
-        all_calls = _CallsByInstance(name, settings, place)
+        all_calls = Calls(name, settings, place, itertools.count())
         bound = inspect.ismethod(function)  # a bound method was decorated: only wrapt knows its instance
 
         def call(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             own = None if bound else instance
             calls = all_calls.of(own)
-            loop = loop_of_call(calls) if calls.running or calls.read_ahead else None
-            return calls.call(loop, wrapped, own, args, kwargs)
+            loop = loop_of_call(calls) if calls.loops or calls.read_ahead else None
+            return calls.call((wrapped, args, kwargs), own, loop)
 
         super().__init__(function, call)
         self._self_calls = all_calls
@@ -231,7 +190,7 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
 
     @property
     def _calls(self) -> Calls:
-        return self._self_calls.of(None)
+        return self._self_calls
 
     # A decorated function is copied as itself and pickled by its name, like any function. Its windows are not copied.
     def __reduce__(self) -> str:

@@ -22,12 +22,43 @@ Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 _DATA = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.device, torch.dtype)
 
 
-class Body:
-    """Runs the function of one (function, instance, optimizers)."""
+class Body(GradientWatch):
+    """Runs the function of one (function, instance, optimizers), which must leave gradients alone.
+
+    So must what comes between two calls, and what came before a window.
+    """
+
+    __slots__ = ("_has_met_forward", "_run")
 
     def __init__(self, run: Run) -> None:
+        super().__init__()
         self._run = run
         self._has_met_forward = False
+
+    def begin(self, team: Team) -> None:
+        """Called when a window opens. The first window of a team must find no gradients."""
+        if team is self.team:
+            return
+        self.watch(team)
+        name, (left, inside) = self._run.name, team.gradients_left()
+        if left or inside:
+            drop = "gradsync.sync_gradients(model) and " if inside else ""
+            raise GradSyncError(
+                f"A window must begin without gradients, but {left or inside} parameters have one as {name} "
+                f"begins its first. Call {drop}optimizer.zero_grad() after your own backwards. If they are of a "
+                f"window that another {name}, or another function, left open, call its flush() or reset() before it "
+                "goes."
+            )
+
+    def check(self) -> None:
+        """Raise if the gradients are not as they were left."""
+        change = self.change()
+        if change is not None:
+            raise GradSyncError(
+                f"{self._run.name} runs backward, step and zero_grad itself, but since its last micro-batch the "
+                f"gradients {change}, in its body or between two calls. Return the unscaled loss and leave the rest to "
+                "the decorator: accumulating(..., clip_norm=1.0) clips."
+            )
 
     def __call__(self, call: Call, team: Team) -> tuple[Any, torch.Tensor | LossSum | None]:
         """Run the function; returns what it returned, and its loss. Both are None if the micro-batch is dropped."""
@@ -87,42 +118,6 @@ class Body:
             )
 
 
-class BodyWatch(GradientWatch):
-    """Raises if a window begins with gradients, or if a body or anything between two calls changes them."""
-
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        """`name` is the name of the function."""
-        super().__init__()
-        self._name = name
-
-    def begin(self, team: Team) -> None:
-        """Called when a window opens. The first window of a team must find no gradients."""
-        if team is self.team:
-            return
-        self.watch(team)
-        left, inside = team.gradients_left()
-        if left or inside:
-            drop = "gradsync.sync_gradients(model) and " if inside else ""
-            raise GradSyncError(
-                f"A window must begin without gradients, but {left or inside} parameters have one as {self._name} "
-                f"begins its first. Call {drop}optimizer.zero_grad() after your own backwards. If they are of a "
-                f"window that another {self._name}, or another function, left open, call its flush() or reset() before "
-                "it goes."
-            )
-
-    def check(self) -> None:
-        """Raise if the gradients are not as they were left."""
-        change = self.change()
-        if change is not None:
-            raise GradSyncError(
-                f"{self._name} runs backward, step and zero_grad itself, but since its last micro-batch the gradients "
-                f"{change}, in its body or between two calls. Return the unscaled loss and leave the rest to the "
-                "decorator: accumulating(..., clip_norm=1.0) clips."
-            )
-
-
 class Replay:
     """The last call of a step function, to be repeated when other ranks wait in its forward.
 
@@ -130,27 +125,34 @@ class Replay:
     referenced weakly: it keeps no model, no optimizer and no trainer alive.
     """
 
-    __slots__ = ("_args", "_function", "_kwargs")
+    __slots__ = ("_arguments", "_function", "_remembered")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         instance = getattr(function, "__self__", None)
         self._function: Any = function
         if instance is not None:
             self._function, args = getattr(function, "__func__", function), (instance, *args)
-        self._args, self._kwargs = _changed(args, _kept), _changed(kwargs, _kept)
+        self._remembered: list[_Remembered] = []
+        self._arguments = _changed((args, kwargs), self._kept)
 
     @property
     def is_alive(self) -> bool:
         """Whether all its arguments are still there."""
-        try:
-            _changed((self._args, self._kwargs), _restored)
-        except ReferenceError:
-            return False
-        return True
+        return all(one() is not None for one in self._remembered)
 
     def __call__(self) -> Any:
         """Make the call once more."""
-        return self._function(*_changed(self._args, _restored), **_changed(self._kwargs, _restored))
+        args, kwargs = _changed(self._arguments, lambda one: one() if isinstance(one, _Remembered) else one)
+        return self._function(*args, **kwargs)
+
+    def _kept(self, one: Any) -> Any:
+        if isinstance(one, _DATA):
+            return one.detach() if type(one) is torch.Tensor and one.grad_fn is not None else one
+        try:
+            self._remembered.append(_Remembered(one))
+        except TypeError:
+            return one  # it cannot be referenced weakly, like a named tuple: the user's data
+        return self._remembered[-1]
 
 
 class _Remembered(weakref.ref[Any]):
@@ -166,19 +168,3 @@ def _changed(one: Any, change: Callable[[Any], Any]) -> Any:
     if type(one) is dict:
         return {key: _changed(value, change) for key, value in one.items()}
     return change(one)
-
-
-def _kept(one: Any) -> Any:
-    if isinstance(one, _DATA):
-        return one.detach() if type(one) is torch.Tensor and one.grad_fn is not None else one
-    try:
-        return _Remembered(one)
-    except TypeError:
-        return one  # it cannot be referenced weakly, like a named tuple: the user's data
-
-
-def _restored(one: Any) -> Any:
-    found = one() if isinstance(one, _Remembered) else one
-    if found is None and one is not None:
-        raise ReferenceError("an argument of the last call is gone")
-    return found

@@ -8,14 +8,15 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from gradsync._errors import GradSyncError
+from gradsync.decorator.body import Call
 from gradsync.decorator.checkpoint import VERSION, check, load, progress_in, save, windows_in
 from gradsync.decorator.micro_batches import MicroBatches
-from gradsync.decorator.participants import check_complete, participants_of
+from gradsync.decorator.participants import participants_of
 from gradsync.decorator.progress import Progress
 from gradsync.decorator.settings import Settings
 from gradsync.engines import find
@@ -26,27 +27,23 @@ from gradsync.ranks.meet import nothing_here
 _MOST_NESTED = 64  # functions in nested `.over`s; a run's key is the number of its windows times this, plus its place
 
 
-class Running(NamedTuple):
-    """A running loop. `position` is the function's place among nested `.over`s."""
-
-    loop: Loop
-    position: int
-
-
 class Calls:
-    """The calls of a function for one instance. Those with the same optimizers are micro-batches of the same windows.
+    """The calls of a function, and of a method for each instance (`of`).
 
-    `every` has a `MicroBatches` for each, which is dropped when its optimizer is.
+    Those with the same optimizers are micro-batches of the same windows. `every` has a `MicroBatches` for each, which
+    is dropped when its optimizer is.
     """
 
     def __init__(self, name: str, settings: Settings, place: tuple[str, int], order: Iterator[int]) -> None:
         """`place` is the function's file and line, for warnings. `order` numbers the windows of all instances."""
         self.name = name
         self.settings = settings
-        self.running: dict[int, Running] = {}  # by thread: the loop in it
+        self.loops: dict[int, Loop] = {}  # by thread: the loop that runs in it
         self.read_ahead: dict[int, Loop] = {}  # by thread: a loop that has ended with items without a call
+        self.position = 0  # among the functions of nested `.over`s
         self._place = place
         self._order = order
+        self._of: dict[int, Calls] = {}  # those of a method, by the id of its instance
         self.every: list[MicroBatches] = []  # in the order of their first call
         self._latest: MicroBatches | None = None
         self._last = Progress()  # of windows whose optimizer is gone
@@ -54,25 +51,29 @@ class Calls:
         self._loaded: list[dict[str, Any]] = []  # loaded states whose window has had no call yet
         self._loaded_latest: int | None = None  # the number of the state that was called last
 
-    def call(
-        self,
-        running: Running | None,
-        function: Callable[..., Any],
-        instance: object,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def of(self, instance: object) -> Calls:
+        """The calls of one instance. They end with it; with __slots__ nobody is told, and its optimizers end them."""
+        if instance is None:
+            return self
+        calls = self._of.get(id(instance))
+        if calls is None:
+            made = Calls(self.name, self.settings, self._place, self._order)
+            calls = self._of.setdefault(id(instance), made)  # another thread may have made it meanwhile
+            if calls is made:
+                with suppress(TypeError):
+                    weakref.finalize(instance, _weakly(self._forget), id(instance)).atexit = False
+        return calls
+
+    def call(self, call: Call, instance: object, loop: Loop | None) -> Any:
         """One micro-batch, in a loop or not."""
         micro_batches, settings = self._latest, self.settings
+        _, args, kwargs = call
         found = settings.find(instance, args, kwargs)
         if micro_batches is None or not micro_batches.has(found):
             micro_batches = self._find(instance, found, [*args, *kwargs.values()])
         if micro_batches.run.window is None:
             settings.refuse_hidden(found, args, kwargs, self.name)
-        if running is None:
-            return micro_batches.micro_batch((function, args, kwargs), None)
-        _numbered(micro_batches, running.position)
-        return micro_batches.micro_batch((function, args, kwargs), running.loop)
+        return micro_batches.micro_batch(call, loop)
 
     # -- all windows ------------------------------------------------------------------------------------------------
 
@@ -80,10 +81,15 @@ class Calls:
         """Those that no other thread has called last."""
         return [micro_batches for micro_batches in self.every if micro_batches.thread in {None, get_ident()}]
 
-    def runs(self, instance: object, position: int) -> list[Run]:
+    def runs(self, instance: object) -> list[Run]:
         """The runs that a loop in this thread may call, in the order of their first call."""
         self._find_known(instance)
-        return [_numbered(micro_batches, position) for micro_batches in self.of_this_thread()]
+        return [micro_batches.run for micro_batches in self.of_this_thread()]
+
+    def number_runs(self) -> None:
+        """Give the runs the numbers that the ranks of a loop call them by."""
+        for micro_batches in self.every:
+            micro_batches.run.key = micro_batches.order * _MOST_NESTED + self.position
 
     def flush(self, instance: object) -> None:
         """Close all open windows."""
@@ -164,17 +170,18 @@ class Calls:
     # -- the windows of a call --------------------------------------------------------------------------------------
 
     def _find(self, instance: object, found: Sequence[object], came: Sequence[object] = ()) -> MicroBatches:
-        participants = participants_of(found)
-        check_complete(participants, self.name, came, is_method=instance is not None)
-        micro_batches = next((one for one in self.every if one.is_for(participants.optimizers)), None)
+        participants = participants_of(found, came, self.name, is_method=instance is not None)
+        optimizers = [*participants.optimizers]
+        micro_batches = next((one for one in self.every if one.run.who.optimizers == optimizers), None)
         if micro_batches is None:
             self._drop_cut_off(participants.models)
             micro_batches = MicroBatches(self.name, next(self._order), self.settings, instance)
-            micro_batches.ends = [weakref.ref(optimizer, weakly(self._drop)) for optimizer in participants.optimizers]
+            micro_batches.ends = [weakref.ref(optimizer, _weakly(self._drop)) for optimizer in optimizers]
         micro_batches.bind(participants, found)
         if micro_batches not in self.every:
             self.every.append(micro_batches)
-        if self._loaded and not micro_batches.record.num_steps:
+            self.number_runs()
+        if self._loaded and not micro_batches.record.now.micro_steps:
             state, *others = self._loaded
             load(micro_batches, state)
             self._loaded, self._loaded_latest = others, None
@@ -192,6 +199,12 @@ class Calls:
         """Called at the end of the instance, the function or the program."""
         for micro_batches in self.every:
             self._warn_if_open(micro_batches)
+        for calls in [*self._of.values()]:
+            calls.warn_if_open()
+
+    def _forget(self, key: int) -> None:
+        """An instance is gone; another instance may get its id."""
+        self._of.pop(key).warn_if_open()  # which may raise, where warnings are errors
 
     def _drop(self, end: weakref.ref[Any]) -> None:
         """An optimizer is gone: drop its windows."""
@@ -215,7 +228,7 @@ class Calls:
         run.abandon()
         if not is_warned:
             self._warn(
-                f"{self.name} ended with a window open: {index} of {micro_batches.record.size} "
+                f"{self.name} ended with a window open: {index} of {micro_batches.record.now.size} "
                 f"micro-batches were accumulated and never used. Iterate with {self.name}.over(...), or call "
                 f"{self.name}.flush() when the data ends."
             )
@@ -259,13 +272,7 @@ def _is_edited(run: Run) -> bool:
     return not run.window.team.in_models <= here
 
 
-def _numbered(micro_batches: MicroBatches, position: int) -> Run:
-    """Their run, with the number that the ranks of a loop call it by."""
-    micro_batches.run.key = micro_batches.order * _MOST_NESTED + position
-    return micro_batches.run
-
-
-def weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
     """The method, as a callback that does not keep its object alive."""
     ref = weakref.WeakMethod(method)
 

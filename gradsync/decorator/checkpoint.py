@@ -39,8 +39,10 @@ def windows_in(state: object, name: str, steps: Steps) -> list[dict[str, Any]]:
         if one["index"]:
             saved, here = one["size"], window_size(steps, one["window"])
         if isinstance(saved, int) and isinstance(here, int) and saved != here:
-            text = f"can be loaded with the steps that it was saved with, {saved}, but there are {here}. Use the same"
-            raise _misfit(name, text)
+            raise _misfit(
+                f"A state of {name} can be loaded with the steps that it was saved with, {saved}, but there are "
+                f"{here}. Use the same"
+            )
     return list(state["windows"])
 
 
@@ -75,24 +77,22 @@ def check(run: Run, state: Mapping[str, Any]) -> None:
     here = {name: list(parameter.shape) for name, parameter in _names_of(run).items()}
     if state["num_ranks"] != team.num_ranks:
         raise _misfit(
-            run.name,
-            f"can be loaded on as many ranks as it was saved on, {state['num_ranks']}, but there are {team.num_ranks}. "
-            "Start that many",
+            f"A state of {run.name} can be loaded on as many ranks as it was saved on, {state['num_ranks']}, but there "
+            f"are {team.num_ranks}. Start that many"
         )
     if state["index"] and state["rank"] != team.rank:
         raise _misfit(
-            run.name,
-            "in the middle of a window holds the gradients of the rank that saved it, rank "
+            f"A state of {run.name} in the middle of a window holds the gradients of the rank that saved it, rank "
             f"{state['rank']}, but it is loaded on rank {team.rank}: they would count twice. Save a state on each "
-            "rank, and load each rank's own",
+            "rank, and load each rank's own"
         )
     if state["parameters"] != here:
         saved = state["parameters"]
         odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
         raise _misfit(
-            run.name,
-            "can be loaded for the parameters that it was saved for, names and shapes, but these differ in "
-            f"{', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Call it with the same models and optimizers",
+            f"A state of {run.name} can be loaded for the parameters that it was saved for, names and shapes, but "
+            f"these differ in {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Call it with the same "
+            "models and optimizers"
         )
 
 
@@ -109,14 +109,12 @@ def load(micro_batches: MicroBatches, state: Mapping[str, Any]) -> None:
         window.load(state["open"], state["index"])
         held = state["open"]["gradients"]
         team.load_held({names[name]: gradient.to(names[name].device).clone() for name, gradient in held.items()})
-        micro_batches.watch.watch(team)
-        micro_batches.watch.remember()
+        micro_batches.body.watch(team)
+        micro_batches.body.remember()
 
 
-def _misfit(name: str, text: str) -> GradSyncError:
-    return GradSyncError(
-        f"A state of {name} {text}; or, if it was saved at a boundary, go on without it: it then holds counters only."
-    )
+def _misfit(text: str) -> GradSyncError:
+    return GradSyncError(f"{text}; or, if it was saved at a boundary, go on without it: it then holds counters only.")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
 from gradsync._step_hook import watch_steps
-from gradsync.decorator.body import Body, BodyWatch, Call, Replay
+from gradsync.decorator.body import Body, Call, Replay
 from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.participants import Participants, reference
@@ -40,15 +40,13 @@ class MicroBatches:
 
     def __init__(self, name: str, order: int, settings: Settings, instance: object) -> None:
         self.order = order  # its number among the function's windows
-        self.settings = settings
         self.run = Run(name, settings.terms(), order)
         self.thread: int | None = None  # of the last call
-        self.watch = BodyWatch(name)
+        self.body = Body(self.run)
         self.record = Record(self.run, settings.on_update, reference(instance))
         if settings.compress is not None:
             self.run.transport = Compressed()
         self.updater = (Overlapped if settings.overlap else Updater)(self.run, settings, self.record)
-        self._body = Body(self.run)
         self._in_parts = None if settings.fit is False else InParts(settings.fit, name)
         self._participants: list[Callable[[], object]] = []
         self._counted: list[Callable[[], object]] = []  # those whose replacement is a change
@@ -68,10 +66,6 @@ class MicroBatches:
                 return False
         return True
 
-    def is_for(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether these are the windows of these optimizers."""
-        return [*map(id, self.run.who.optimizers)] == [*map(id, optimizers)]
-
     def bind(self, participants: Participants, found: Sequence[object]) -> None:
         """Take note of a call's participants."""
         self.updater.settle()
@@ -84,7 +78,7 @@ class MicroBatches:
                 )
             run.who = Who(models, participants.optimizers)
         now = is_scaling(participants.scaler)
-        if run.index and now != is_scaling(self.updater.scaler):
+        if run.index and now != is_scaling(self.updater.scaler()):
             raise GradSyncError(
                 f"All losses of a window of {run.name} must be scaled, or none of them, but a GradScaler "
                 f"{'came' if now else 'went'} in the middle of one. Pass it to each call, and "
@@ -98,7 +92,8 @@ class MicroBatches:
             run.num_changes += 1
             self._counted = [reference(one) for one in counted]
         self._participants = [reference(one) for one in found]
-        self.updater.bind(participants)
+        self.updater.schedulers = [reference(scheduler) for scheduler in participants.schedulers]
+        self.updater.scaler = reference(participants.scaler)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before any optimizer steps: an error in the middle of a window.
@@ -118,7 +113,7 @@ class MicroBatches:
 
     def __enter__(self) -> None:
         """Inside, a place is taken. An error discards the open window; else `on_update` is called after an update."""
-        self.is_running, self.record.stepped = True, False
+        self.is_running, self.record.now.stepped = True, False
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.is_running = False
@@ -139,35 +134,35 @@ class MicroBatches:
         with self:
             updater.begin()
             place = run.start(run.who, loop)
-            record.size = place.size
+            record.now.size = place.size
             if place.last and updater.lands_before_boundary:
                 returned, _ = self._forward_and_backward(place._replace(last=False), call, loop)
                 updater.settle()
                 closing = self._miss(place)  # synchronises what was held
             else:
                 returned, closing = self._forward_and_backward(place, call, loop)
-            record.num_steps += 1
+            record.now.micro_steps += 1
             with WaitingFor(run.what):
                 self._end_place(closing)
         return returned
 
     def _forward_and_backward(self, place: Place, call: Call, loop: Loop | None) -> tuple[Any, Closing | None]:
         """Run the function and its backward; returns what it returned, and in the last place the closing."""
-        run, scaler = self.run, self.updater.scaler
+        run, now, scaler = self.run, self.record.now, self.updater.scaler()
         window = run.window
         assert window is not None, "opened by now"
         team = window.team
         if place.index == 0:
-            self.watch.begin(team)
+            self.body.begin(team)
         with run.holding(place):
             if self._in_parts is not None:
-                ran = self._in_parts.run(run, place, *call, scaler=scaler, changes=self.watch.check)
-                self.record.parts, self.record.rows = self._in_parts.parts, self._in_parts.rows
+                ran = self._in_parts.run(run, place, *call, scaler=scaler, changes=self.body.check)
+                now.parts, now.rows = self._in_parts.parts, self._in_parts.rows
                 return ran
             replay = Replay(*call) if team.forward_communicates else None
-            returned, loss = self._body(call, team)
+            returned, loss = self.body(call, team)
             if loss is not None:
-                self.watch.check()
+                self.body.check()
                 num_dropped = window.num_dropped
                 closing = run.backward(place, loss, scaler=scaler)
                 returned = detach(returned, loss) if window.num_dropped == num_dropped else None
@@ -184,8 +179,8 @@ class MicroBatches:
 
     def _run_again(self, place: Place) -> Closing | None:
         with WaitingFor(self.run.what), self.run.holding(place):
-            closing = self.run.backward(place, self._body.again())
-        self.record.num_replays += 1
+            closing = self.run.backward(place, self.body.again())
+        self.record.now.replays += 1
         return closing
 
     def _miss(self, place: Place) -> Closing | None:
@@ -195,11 +190,11 @@ class MicroBatches:
     def _end_place(self, closing: Closing | None) -> None:
         """After a micro-batch; in the last place, make the update, or with `overlap` leave it until gradients land."""
         if closing is None:
-            self.watch.remember()
+            self.body.remember()
             self.updater.go_on(self.run.index)
         elif closing.is_window:
             self.updater.close(closing)
-            self.watch.forget()
+            self.body.forget()
         else:  # no rank had a call
             self.updater.settle()
             self.discard()
@@ -209,7 +204,7 @@ class MicroBatches:
     def take_part(self, place: Place) -> None:
         """After this rank's data has ended: close its own open window, or take part in a window of the other ranks."""
         with self:
-            self.record.size = place.size
+            self.record.now.size = place.size
             self._end_place(self._run_again(place) if place.role is Role.REPEATS else self._miss(place))
 
     def land_before_boundary(self) -> None:
@@ -226,7 +221,7 @@ class MicroBatches:
         with self:
             closing, window = self.run.flush(), self.run.window
             assert window is not None, "it closes here"
-            self.record.size = window.size
+            self.record.now.size = window.size
             self._end_place(closing)
             self.updater.settle()
 
@@ -234,7 +229,7 @@ class MicroBatches:
         """Discard the open window and its gradients. Without one, gradients may be another function's, and stay."""
         self.updater.go_back()
         self.run.discard()
-        self.watch.forget()
+        self.body.forget()
 
     def begin_anew(self, progress: Progress) -> None:
         """Discard what is open, and count on from these numbers."""

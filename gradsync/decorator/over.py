@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gradsync._errors import GradSyncError
 from gradsync._frames import drawn_by, is_left_on_purpose
-from gradsync.decorator.calls import Calls, Running
+from gradsync.decorator.calls import Calls
 from gradsync.decorator.micro_batches import MicroBatches
 from gradsync.functional import Loop, length
 
@@ -47,14 +47,14 @@ class Over(Generic[T]):
         loop = Loop(
             f"{all_calls[0].name}.over",
             length(self._iterable),
-            lambda: [run for place, (calls, instance) in enumerate(decorated) for run in calls.runs(instance, place)],
+            lambda: [run for calls, instance in decorated for run in calls.runs(instance)],
         )
         with ExitStack() as stack:
             # The loop may be referenced longer than its data and its instances are needed.
             stack.callback(loop.end)
             stack.callback(decorated.clear)
             for position, calls in enumerate(all_calls):
-                stack.enter_context(_running(calls, Running(loop, position)))
+                stack.enter_context(_running(calls, loop, position))
             drawn: Sequence[CodeType] = ()
             try:
                 for item in loop.items(self._iterable):
@@ -65,18 +65,12 @@ class Over(Generic[T]):
                 if loop.is_superseded:  # what is open, and what travels, is that of a later loop
                     raise
                 if is_left_on_purpose(sys._getframe(0).f_back, drawn):
-                    _warn_if_open(loop)
-                    _settle(all_calls)
+                    _leave(loop, all_calls)
                 else:
                     for micro_batches in _of_this_thread(all_calls):
                         micro_batches.updater.go_back()
                 raise
-            # What other ranks land before their next boundary lands before it here.
-            _land_before_boundary(all_calls)
-            for run, place in loop.rest():
-                next(one for calls in all_calls for one in calls.every if one.run is run).take_part(place)
-                _land_before_boundary(all_calls)
-            _settle(all_calls)
+            _take_part_in_the_rest(loop, all_calls)
         for calls in all_calls if loop.data.num_idle else ():  # later calls may be meant for items without a call
             calls.read_ahead[loop.thread] = loop
             if not loop.data.num_calls:
@@ -90,20 +84,6 @@ class SizedOver(Over[T]):
         return len(self._iterable)  # type: ignore[arg-type]
 
 
-def _of_this_thread(all_calls: Sequence[Calls]) -> list[MicroBatches]:
-    return [micro_batches for calls in all_calls for micro_batches in calls.of_this_thread()]
-
-
-def _land_before_boundary(all_calls: Sequence[Calls]) -> None:
-    for micro_batches in _of_this_thread(all_calls):
-        micro_batches.land_before_boundary()
-
-
-def _settle(all_calls: Sequence[Calls]) -> None:
-    for calls in all_calls:
-        calls.settle()
-
-
 def _insist_on_latest(loop: Loop) -> None:
     """Raise if another loop of the same function has begun meanwhile."""
     if loop.is_superseded:
@@ -114,8 +94,8 @@ def _insist_on_latest(loop: Loop) -> None:
         )
 
 
-def _warn_if_open(loop: Loop) -> None:
-    """Warn if a loop is left with a window open."""
+def _leave(loop: Loop, all_calls: Sequence[Calls]) -> None:
+    """A loop is left on purpose: land what travels, and warn if a window is open."""
     opened = [run for run in loop.called if run.index]
     if opened:
         name = loop.name.removesuffix(".over")
@@ -127,37 +107,57 @@ def _warn_if_open(loop: Loop) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+    for calls in all_calls:
+        calls.settle()
+
+
+def _take_part_in_the_rest(loop: Loop, all_calls: Sequence[Calls]) -> None:
+    """After this rank's data has ended. What other ranks land before their next boundary lands before it here."""
+    rest = loop.rest()
+    while True:
+        for micro_batches in _of_this_thread(all_calls):
+            micro_batches.land_before_boundary()
+        turn = next(rest, None)
+        if turn is None:
+            break
+        next(one for calls in all_calls for one in calls.every if one.run is turn.run).take_part(turn.place)
+    for calls in all_calls:
+        calls.settle()
+
+
+def _of_this_thread(all_calls: Sequence[Calls]) -> list[MicroBatches]:
+    return [micro_batches for calls in all_calls for micro_batches in calls.of_this_thread()]
 
 
 # -- the loop of a call -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _running(calls: Calls, mine: Running) -> Iterator[None]:
+def _running(calls: Calls, loop: Loop, position: int) -> Iterator[None]:
     """Calls inside belong to this loop."""
-    thread = mine.loop.thread
-    before = calls.running.get(thread)
+    before = calls.loops.get(loop.thread)
     if before is not None:
-        before.loop.is_superseded = True
-    calls.running[thread] = mine
-    calls.read_ahead.pop(thread, None)
+        before.is_superseded = True
+    calls.loops[loop.thread], calls.position = loop, position
+    calls.number_runs()
+    calls.read_ahead.pop(loop.thread, None)
     try:
         yield
     finally:
-        if calls.running.get(thread) is mine:
-            del calls.running[thread]
+        if calls.loops.get(loop.thread) is loop:
+            del calls.loops[loop.thread]
 
 
-def loop_of_call(calls: Calls) -> Running | None:
+def loop_of_call(calls: Calls) -> Loop | None:
     """The loop that a call belongs to, if it is in one. Raises if the item of the call was read ahead."""
     thread = get_ident()
-    running = calls.running.get(thread)
-    if running is not None:
-        if running.loop.data.num_idle:
-            running.loop.called_from = _call_stack()
-        return running
+    loop = calls.loops.get(thread)
+    if loop is not None:
+        if loop.data.num_idle:
+            loop.called_from = _call_stack()
+        return loop
     # Items are read ahead by another thread, or by the code that goes on calling after its data has ended.
-    ahead = next((one.loop for one in [*calls.running.values()] if not one.loop.data.num_calls), None)
+    ahead = next((one for one in [*calls.loops.values()] if not one.data.num_calls), None)
     ended = calls.read_ahead.get(thread)
     if ahead is None and ended is not None and _goes_on(ended):
         ahead = ended

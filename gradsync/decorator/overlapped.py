@@ -92,7 +92,7 @@ class Overlapped(Updater, Transport):
         """Raise on every rank if gradients cannot travel. Asked when a window opens."""
         if team.num_ranks == 1:
             return
-        check_scaler(self.scaler)
+        check_scaler(self.scaler())
         if team is self._checked:
             return
         check_optimizers(self.run.who.optimizers)

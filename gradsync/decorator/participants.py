@@ -55,16 +55,11 @@ class Finder:
             args = (instance, *args)
             if isinstance(instance, nn.Module):
                 found.insert(0, instance)
-        if self._by_type:
-            return found
-        named = []
-        for kind in _KINDS:
-            naming = getattr(self, kind)
-            if naming is None:
-                named += [one for one in found if kind_of(one) == kind]
-            else:
-                named += _named(naming, kind, args, kwargs)
-        return named
+        if self._named:
+            found = [one for one in found if kind_of(one) not in self._named]
+            for kind, naming in self._named.items():
+                found += _named(naming, kind, args, kwargs)
+        return found
 
     def refuse_hidden(self, found: Sequence[object], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
         """Raise for an optimizer, scheduler, scaler or engine in a container among the arguments, unless it is named.
@@ -100,12 +95,16 @@ class Finder:
         )
 
     @cached_property
-    def _by_type(self) -> bool:
-        return self.model is self.optimizer is self.scheduler is self.scaler is None
+    def _named(self) -> dict[str, Naming]:
+        """The kinds that are named by keyword."""
+        return {kind: naming for kind in _KINDS if (naming := getattr(self, kind)) is not None}
 
 
-def participants_of(found: Sequence[Any]) -> Participants:
-    """The participants, sorted by kind."""
+def participants_of(found: Sequence[Any], came: Sequence[object], name: str, *, is_method: bool) -> Participants:
+    """The participants, sorted by kind.
+
+    Raises unless there is a model and an optimizer among what `came`, and schedulers move these optimizers.
+    """
     # An object of no known kind was named by the keyword `scheduler`.
     kinds = [(one, kind_of(one) or "scheduler") for one in found]
     models, optimizers, schedulers, scalers = (
@@ -113,12 +112,7 @@ def participants_of(found: Sequence[Any]) -> Participants:
     )
     if len(scalers) > 1:
         raise GradSyncError("A call needs one GradScaler at most, but two came. Name one with scaler=...")
-    return Participants(models, optimizers, schedulers, scalers[0] if scalers else None)
-
-
-def check_complete(participants: Participants, name: str, came: Sequence[object], *, is_method: bool) -> None:
-    """Raise unless there is a model and an optimizer, and schedulers move these optimizers. `came`: the arguments."""
-    for several, what in ((participants.models, "model"), (participants.optimizers, "optimizer")):
+    for several, what in ((models, "model"), (optimizers, "optimizer")):
         if not several:
             how = f"lambda self, *_: self.{what}" if is_method else what
             raise GradSyncError(
@@ -126,14 +120,15 @@ def check_complete(participants: Participants, name: str, came: Sequence[object]
                 f"came is {', '.join(type(one).__name__ for one in came) or 'nothing'}. Pass it to the function as an "
                 f"argument of its own, or name it: accumulating(..., {what}={how})."
             )
-    for scheduler in participants.schedulers:
+    for scheduler in schedulers:
         theirs = moved_by(scheduler)
-        if theirs and cores(theirs).isdisjoint(cores(participants.optimizers)):
+        if theirs and cores(theirs).isdisjoint(cores(optimizers)):
             raise GradSyncError(
                 f"A scheduler moves an optimizer that {name} steps, but the {type(scheduler).__name__} that came moves "
                 f"another {type(theirs[0]).__name__}. Make the scheduler anew from the optimizer that the call has, or "
                 "keep it out of the call."
             )
+    return Participants(models, optimizers, schedulers, scalers[0] if scalers else None)
 
 
 def reference(one: Any) -> Callable[[], Any]:

@@ -35,14 +35,14 @@ class Settings(Finder):
         for name, allowed in (("tail", Tail), ("sync", Sync), ("nonfinite", NonFinite)):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, but it is {getattr(self, name)!r}.")
-        if self.clip_norm is not None:
-            if isinstance(self.clip_norm, bool) or not isinstance(self.clip_norm, int | float):
-                raise TypeError(
-                    f"clip_norm must be a positive number or None, but it is {self.clip_norm!r}, of type "
-                    f"{type(self.clip_norm).__name__}. Pass the largest norm that gradients may have: clip_norm=1.0."
-                )
-            if not self.clip_norm > 0:
-                raise ValueError(f"clip_norm must be a positive number or None, but it is {self.clip_norm!r}.")
+        clip_norm = self.clip_norm
+        is_number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
+        if clip_norm is not None and not (is_number and clip_norm > 0):
+            of = "" if is_number else f", of type {type(clip_norm).__name__}"
+            raise (ValueError if is_number else TypeError)(
+                f"clip_norm must be a positive number or None, but it is {clip_norm!r}{of}. Pass the largest norm that "
+                "gradients may have: clip_norm=1.0."
+            )
         given = self.on_update
         never_runs = inspect.iscoroutinefunction(given) or inspect.isgeneratorfunction(given)
         if given is not None and (never_runs or not callable(given)):

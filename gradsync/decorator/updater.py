@@ -8,7 +8,7 @@ from typing import Any
 from torch.amp import GradScaler
 
 from gradsync._step_hook import stepping
-from gradsync.decorator.participants import Participants, reference
+from gradsync.decorator.participants import reference
 from gradsync.decorator.progress import Record
 from gradsync.decorator.settings import Settings
 from gradsync.functional import (
@@ -28,7 +28,9 @@ _NO_UPDATE = Update(stepped=False, grad_norm=None)
 
 
 class Updater:
-    """Makes the updates of one call's windows, each as its window closes. It holds neither schedulers nor the scaler.
+    """Makes the updates of one call's windows, each as its window closes.
+
+    `schedulers` and `scaler` refer to those of the last call, and keep none alive.
 
     With `overlap`, an `Overlapped` takes its place, which makes them later. It overrides what does nothing here.
     """
@@ -37,19 +39,8 @@ class Updater:
         self.run = run
         self.settings = settings
         self.record = record
-        self._schedulers: list[Callable[[], Any]] = []
-        self._scaler = reference(None)
-
-    def bind(self, participants: Participants) -> None:
-        """Take note of a call's schedulers and scaler."""
-        self._schedulers = [reference(scheduler) for scheduler in participants.schedulers]
-        self._scaler = reference(participants.scaler)
-
-    @property
-    def scaler(self) -> GradScaler | None:
-        """The scaler, if there is one."""
-        scaler: GradScaler | None = self._scaler()
-        return scaler
+        self.schedulers: list[Callable[[], Any]] = []
+        self.scaler: Callable[[], GradScaler | None] = reference(None)
 
     def close(self, closing: Closing) -> None:
         """After the open window has synchronised: make its update, if it gets one, and close it."""
@@ -70,7 +61,7 @@ class Updater:
 
         Without a `window`, it is that of an earlier window, which is closed (`overlap`).
         """
-        settings, scaler, optimizers = self.settings, self.scaler, self.run.who.optimizers
+        settings, scaler, optimizers = self.settings, self.scaler(), self.run.who.optimizers
         try:
             with stepping():
                 try:
@@ -95,7 +86,7 @@ class Updater:
                 if window is not None:
                     self.run.close()
                 if made.stepped:
-                    move([one for ref in self._schedulers if (one := ref()) is not None], optimizers)
+                    move([one for ref in self.schedulers if (one := ref()) is not None], optimizers)
         finally:
             self._clear(team)
         return made
