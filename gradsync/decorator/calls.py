@@ -144,7 +144,8 @@ class Calls:
             check(micro_batches.run, one)
         self._cut_off.clear()
         for micro_batches in every:
-            micro_batches.begin_anew(Progress())
+            micro_batches.discard()
+            micro_batches.record.go_on_from(Progress())
         for micro_batches, one in known:
             load(micro_batches, one)
         latest = state["latest"]

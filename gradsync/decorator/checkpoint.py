@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -99,11 +98,17 @@ def check(run: Run, state: Mapping[str, Any]) -> None:
 def load(micro_batches: MicroBatches, state: Mapping[str, Any]) -> None:
     """Load a state, if it fits."""
     run = micro_batches.run
-    with _keeping_buffers(run.who.models if state["index"] else ()):
-        team = run.fitting_team()
+    # To make an engine copies the buffers of rank 0, but mid-window each rank has its own.
+    models = run.who.models if state["index"] else []
+    buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
+    team = run.fitting_team()
+    with torch.no_grad():
+        for buffer, own in buffers:
+            buffer.copy_(own)
     check(run, state)
     names = _names_of(run)
-    micro_batches.begin_anew(progress_in(state))
+    micro_batches.discard()
+    micro_batches.record.go_on_from(progress_in(state))
     if state["index"]:
         window = run.open(team)
         window.load(state["open"], state["index"])
@@ -115,17 +120,6 @@ def load(micro_batches: MicroBatches, state: Mapping[str, Any]) -> None:
 
 def _misfit(text: str) -> GradSyncError:
     return GradSyncError(f"{text}; or, if it was saved at a boundary, go on without it: it then holds counters only.")
-
-
-@contextmanager
-def _keeping_buffers(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Put the buffers back: to make an engine copies those of rank 0, but mid-window each rank has its own."""
-    buffers = [buffer for model in models for buffer in model.buffers()]
-    kept = [buffer.clone() for buffer in buffers]
-    yield
-    with torch.no_grad():
-        for buffer, own in zip(buffers, kept, strict=True):
-            buffer.copy_(own)
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from gradsync.decorator.body import Body, Call, Replay
 from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.participants import Participants, reference
-from gradsync.decorator.progress import Progress, Record
+from gradsync.decorator.progress import Record
 from gradsync.decorator.settings import Settings
 from gradsync.decorator.updater import Updater
 from gradsync.functional import (
@@ -230,8 +230,3 @@ class MicroBatches:
         self.updater.go_back()
         self.run.discard()
         self.body.forget()
-
-    def begin_anew(self, progress: Progress) -> None:
-        """Discard what is open, and count on from these numbers."""
-        self.discard()
-        self.record.go_on_from(progress)

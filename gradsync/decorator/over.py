@@ -113,16 +113,17 @@ def _leave(loop: Loop, all_calls: Sequence[Calls]) -> None:
 
 def _take_part_in_the_rest(loop: Loop, all_calls: Sequence[Calls]) -> None:
     """After this rank's data has ended. What other ranks land before their next boundary lands before it here."""
-    rest = loop.rest()
-    while True:
-        for micro_batches in _of_this_thread(all_calls):
-            micro_batches.land_before_boundary()
-        turn = next(rest, None)
-        if turn is None:
-            break
-        next(one for calls in all_calls for one in calls.every if one.run is turn.run).take_part(turn.place)
+    _land_before_boundary(all_calls)
+    for run, place in loop.rest():
+        next(one for calls in all_calls for one in calls.every if one.run is run).take_part(place)
+        _land_before_boundary(all_calls)
     for calls in all_calls:
         calls.settle()
+
+
+def _land_before_boundary(all_calls: Sequence[Calls]) -> None:
+    for micro_batches in _of_this_thread(all_calls):
+        micro_batches.land_before_boundary()
 
 
 def _of_this_thread(all_calls: Sequence[Calls]) -> list[MicroBatches]:

@@ -55,9 +55,9 @@ class Finder:
             args = (instance, *args)
             if isinstance(instance, nn.Module):
                 found.insert(0, instance)
-        if self._named:
-            found = [one for one in found if kind_of(one) not in self._named]
-            for kind, naming in self._named.items():
+        if self._by_keyword:
+            found = [one for one in found if kind_of(one) not in self._by_keyword]
+            for kind, naming in self._by_keyword.items():
                 found += _named(naming, kind, args, kwargs)
         return found
 
@@ -95,7 +95,7 @@ class Finder:
         )
 
     @cached_property
-    def _named(self) -> dict[str, Naming]:
+    def _by_keyword(self) -> dict[str, Naming]:
         """The kinds that are named by keyword."""
         return {kind: naming for kind in _KINDS if (naming := getattr(self, kind)) is not None}
 
