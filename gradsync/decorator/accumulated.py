@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, TypeVar, overload
@@ -13,8 +14,8 @@ import wrapt
 from typing_extensions import ParamSpec, Self
 
 from gradsync._state import FUNCTIONS
-from gradsync.decorator.calls import Calls, CallsByInstance
-from gradsync.decorator.over import Over, over
+from gradsync.decorator.calls import Calls
+from gradsync.decorator.over import Over, loop_of_call, over
 from gradsync.decorator.progress import Progress
 from gradsync.decorator.settings import Settings
 
@@ -23,17 +24,6 @@ Q = ParamSpec("Q")
 R_co = TypeVar("R_co", covariant=True)
 S = TypeVar("S")
 T = TypeVar("T")
-
-_ADDED = """Under gradsync.accumulating({settings}): each call is a micro-batch. It has
-
-    .over(iterable)             the iterable again; where it ends, the window closes
-    .flush()                    close the open windows now, on all ranks together
-    .settle()                   wait for gradients that still travel (overlap)
-    .reset()                    discard the open windows, with their gradients
-    .progress                   counters, loss and gradient norm; see gradsync.Progress
-    .state_dict(), .load_state_dict(state)
-    .__wrapped__                the function itself, to evaluate with
-"""
 
 
 class Accumulated(Generic[P, R_co]):
@@ -108,7 +98,7 @@ class Accumulated(Generic[P, R_co]):
         return self.__wrapped__.__doc__ if name == "__doc__" else super().__getattribute__(name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in _SETTINGS:
+        if name in Settings.__dataclass_fields__:
             raise AttributeError(
                 f"{name} of a decorated function is what it was decorated with, and cannot be set to {value!r} later. "
                 f"Decorate with the other value, accumulating({name}=...); steps may be a function of the window's "
@@ -129,9 +119,11 @@ _OWN = [name for name in vars(Accumulated) if not name.startswith("_")]
 
 def _documentation(decorated: Accumulated[..., Any]) -> str:
     """The function's own docstring, and below it what is added, for `help`."""
+    added = f"Under gradsync.accumulating({decorated._calls.settings.in_words()}): each call is a micro-batch. It has\n"
+    for name in _OWN:
+        added += f"\n    .{name}: {(inspect.getdoc(vars(Accumulated)[name]) or '').splitlines()[0]}"
     own = decorated.__wrapped__.__doc__
-    added = _ADDED.format(settings=decorated._calls.settings.in_words())
-    return added if not own else f"{own.rstrip()}\n\n{_indented(added, own)}"
+    return f"{inspect.cleandoc(own)}\n\n{added}" if own else added
 
 
 _HELP = property(_documentation)
@@ -141,7 +133,6 @@ if TYPE_CHECKING:
     _Wrapper = wrapt.FunctionWrapper[..., Any]
 else:  # they take no parameters before wrapt 2.2
     _BoundWrapper, _Wrapper = wrapt.BoundFunctionWrapper, wrapt.FunctionWrapper
-_SETTINGS = {*Settings.__dataclass_fields__, "model", "optimizer", "scheduler", "scaler"}
 
 
 class _AccumulatedMethod(Accumulated[P, R_co], _BoundWrapper):  # type: ignore[misc] # `__get__`
@@ -179,12 +170,14 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
         place = (code.co_filename, code.co_firstlineno) if code is not None else ("gradsync", 0)
         inner = function.func if isinstance(function, partial) else function
         name = getattr(inner, "__qualname__", type(inner).__qualname__).rpartition("<locals>.")[2]
-        all_calls = CallsByInstance(name, settings, place)
+        all_calls = Calls(name, settings, place, itertools.count())
         bound = inspect.ismethod(function)  # a bound method was decorated: only wrapt knows its instance
 
         def call(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             own = None if bound else instance
-            return all_calls.of(own).call(wrapped, own, args, kwargs)
+            calls = all_calls.of(own)
+            loop = loop_of_call(calls) if calls.loops or calls.read_ahead else None
+            return calls.call((wrapped, args, kwargs), own, loop)
 
         super().__init__(function, call)
         self._self_calls = all_calls
@@ -197,7 +190,7 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
 
     @property
     def _calls(self) -> Calls:
-        return self._self_calls.of(None)
+        return self._self_calls
 
     # A decorated function is copied as itself and pickled by its name, like any function. Its windows are not copied.
     def __reduce__(self) -> str:
@@ -215,10 +208,3 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
 def _warn_of_open_windows() -> None:
     for all_calls in list(FUNCTIONS):
         all_calls.warn_if_open()
-
-
-def _indented(text: str, own: str) -> str:
-    """`text` indented like the docstring `own`, because `help` removes the common margin."""
-    lines = [line for line in own.splitlines()[1:] if line.strip()]
-    margin = " " * min((len(line) - len(line.lstrip()) for line in lines), default=0)
-    return "".join(margin + line if line.strip() else line for line in text.splitlines(keepends=True))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from typing_extensions import ParamSpec
 
 from gradsync.decorator.accumulated import Accumulated, AccumulatedFunction
-from gradsync.decorator.participants import Finder, Naming
+from gradsync.decorator.participants import Naming
 from gradsync.decorator.settings import Compress, Settings, Sync
 from gradsync.functional import NonFinite, Steps, Tail
 from gradsync.parts import Cut
@@ -89,20 +89,8 @@ def accumulating(
     >>> train_step.progress.updates
     3
     """
+    settings = Settings(**locals())  # its fields have the names of the arguments above
     _refuse_bare(steps)
-    settings = Settings(
-        steps=steps,
-        finder=Finder(model, optimizer, scheduler, scaler),
-        clip_norm=clip_norm,
-        tail=tail,
-        sync=sync,
-        nonfinite=nonfinite,
-        skip=skip if isinstance(skip, tuple) else (skip,),
-        on_update=on_update,
-        overlap=overlap,
-        compress=compress,
-        fit=fit,
-    )
 
     def decorate(function: Callable[P, R]) -> Accumulated[P, R]:
         _check_function(function)
@@ -112,41 +100,36 @@ def accumulating(
 
 
 def _check_function(function: object) -> None:
-    if isinstance(function, Accumulated):
-        raise TypeError(
-            f"accumulating decorates a step function once, but {function!r} came. Leave one of the two decorations out."
-        )
     inner = inspect.unwrap(getattr(function, "__func__", function))  # type: ignore[arg-type]
-    if not callable(inner) or isinstance(function, type):
+    name, what, once = getattr(inner, "__qualname__", repr(inner)), None, ""
+    if isinstance(function, Accumulated):
+        what, once = f"{name} is decorated already", " once"
+    elif not callable(inner) or isinstance(function, type):
+        what = f"got {function!r} of type {type(function).__name__}"
+    elif inspect.isasyncgenfunction(inner):
+        what = f"{name} is an async generator function"
+    elif inspect.iscoroutinefunction(inner):
+        what = f"{name} is an async function"
+    elif inspect.isgeneratorfunction(inner):
+        what = f"{name} is a generator function"
+    if what is not None:
         raise TypeError(
-            f"accumulating decorates a step function, but got {function!r} of type {type(function).__name__}. "
-            "Write @accumulating(steps=4) on the line above a def."
+            f"accumulating decorates a step function{once}, but {what}. Write @accumulating(steps=4) on the line above "
+            "the def of a plain function that returns the loss of one micro-batch."
         )
-    name = getattr(inner, "__qualname__", repr(inner))
-    for matches, what in (
-        (inspect.isasyncgenfunction, "an async generator function"),
-        (inspect.iscoroutinefunction, "an async function"),
-        (inspect.isgeneratorfunction, "a generator function"),
-    ):
-        if matches(inner):
-            raise TypeError(
-                f"accumulating decorates a function that returns its loss, but {name} is {what}. "
-                "Decorate the plain function that computes the loss of one micro-batch."
-            )
 
 
-def _refuse_bare(steps: object) -> None:
+def _refuse_bare(steps: Steps) -> None:
     """`@accumulating` without arguments puts the step function where `steps` belongs."""
     if not callable(steps):
         return
     try:
-        parameters = inspect.signature(steps).parameters.values()
-    except (TypeError, ValueError):
-        return
-    needed = [p for p in parameters if p.default is p.empty and p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}]
-    if len(needed) > 1 or not parameters:
+        inspect.signature(steps).bind(0)
+    except TypeError:
         raise TypeError(
             "accumulating needs the number of steps, or a function of the window's number, but got "
             f"{getattr(steps, '__qualname__', steps)}, which looks like the step function itself. Write "
             "@accumulating(steps=4), with its parentheses."
-        )
+        ) from None
+    except ValueError:
+        pass  # a function of C may have no signature

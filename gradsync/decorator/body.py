@@ -1,7 +1,8 @@
-"""`Body`: runs the user's function on a micro-batch, drops it by `skip`, and runs it again as a replay."""
+"""The user's function: run on a micro-batch, dropped by `skip`, run again as a replay; gradients that it touches."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeAlias
@@ -11,27 +12,59 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradsync._errors import GradSyncError
-from gradsync.decorator.replay_of_forward import Replay
-from gradsync.functional import Loop, LossSum, Run, Team, find_loss
+from gradsync.functional import GradientWatch, LossSum, Run, Team, find_loss
 from gradsync.ranks.lost import cannot_be_skipped
 from gradsync.ranks.meet import meet, ranks_where
 
 Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """The user's function, and the arguments of one call. A plain tuple, because a class costs time in each call."""
 
+_DATA = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.device, torch.dtype)
 
-class Body:
-    """Runs the function of one (function, instance, optimizers)."""
 
-    def __init__(self, run: Run, skip: tuple[type[Exception], ...]) -> None:
+class Body(GradientWatch):
+    """Runs the function of one (function, instance, optimizers), which must leave gradients alone.
+
+    So must what comes between two calls, and what came before a window.
+    """
+
+    __slots__ = ("_has_met_forward", "_run")
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
         self._run = run
-        self._skip = skip
         self._has_met_forward = False
+
+    def begin(self, team: Team) -> None:
+        """Called when a window opens. The first window of a team must find no gradients."""
+        if team is self.team:
+            return
+        self.watch(team)
+        name, (left, inside) = self._run.name, team.gradients_left()
+        if left or inside:
+            drop = "gradsync.sync_gradients(model) and " if inside else ""
+            raise GradSyncError(
+                f"A window must begin without gradients, but {left or inside} parameters have one as {name} "
+                f"begins its first. Call {drop}optimizer.zero_grad() after your own backwards. If they are of a "
+                f"window that another {name}, or another function, left open, call its flush() or reset() before it "
+                "goes."
+            )
+
+    def check(self) -> None:
+        """Raise if the gradients are not as they were left."""
+        change = self.change()
+        if change is not None:
+            raise GradSyncError(
+                f"{self._run.name} runs backward, step and zero_grad itself, but since its last micro-batch the "
+                f"gradients {change}, in its body or between two calls. Return the unscaled loss and leave the rest to "
+                "the decorator: accumulating(..., clip_norm=1.0) clips."
+            )
 
     def __call__(self, call: Call, team: Team) -> tuple[Any, torch.Tensor | LossSum | None]:
         """Run the function; returns what it returned, and its loss. Both are None if the micro-batch is dropped."""
         function, args, kwargs = call
-        if not self._skip:
+        skip = self._run.terms.skip
+        if not skip:
             returned = function(*args, **kwargs)
             return returned, find_loss(returned)
         models = self._run.who.models if team.forward_communicates else ()
@@ -48,7 +81,7 @@ class Body:
             with register_module_forward_pre_hook(see) if ids else nullcontext():
                 returned = function(*args, **kwargs)
                 return returned, find_loss(returned)
-        except self._skip as error:
+        except skip as error:
             if cannot_be_skipped(error):
                 raise
             if began:
@@ -60,12 +93,6 @@ class Body:
             if team.lockstep:
                 self._meet_at_first_forward(team, runs=False)
             return None, None
-
-    def remember(self, replay: Replay, call: Call, loop: Loop | None) -> None:
-        """Keep this micro-batch, which succeeded, for a replay, and its arguments as long as the loop."""
-        self._run.replay = replay
-        if loop is not None:
-            loop.kept[self._run] = call
 
     def again(self) -> torch.Tensor | LossSum:
         """Run the last good micro-batch once more; returns its loss. Other ranks wait in its forward."""
@@ -89,3 +116,55 @@ class Body:
                 "forward communicates, to be repeated in place of those that `skip` drops, but rank "
                 f"{cannot} dropped it. Look for a good one before the loop begins."
             )
+
+
+class Replay:
+    """The last call of a step function, to be repeated when other ranks wait in its forward.
+
+    It is made before the function runs, which may take items out of a batch. Data is kept; everything else is
+    referenced weakly: it keeps no model, no optimizer and no trainer alive.
+    """
+
+    __slots__ = ("_arguments", "_function", "_remembered")
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        instance = getattr(function, "__self__", None)
+        self._function: Any = function
+        if instance is not None:
+            self._function, args = getattr(function, "__func__", function), (instance, *args)
+        self._remembered: list[_Remembered] = []
+        self._arguments = _changed((args, kwargs), self._kept)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all its arguments are still there."""
+        return all(one() is not None for one in self._remembered)
+
+    def __call__(self) -> Any:
+        """Make the call once more."""
+        args, kwargs = _changed(self._arguments, lambda one: one() if isinstance(one, _Remembered) else one)
+        return self._function(*args, **kwargs)
+
+    def _kept(self, one: Any) -> Any:
+        if isinstance(one, _DATA):
+            return one.detach() if type(one) is torch.Tensor and one.grad_fn is not None else one
+        try:
+            self._remembered.append(_Remembered(one))
+        except TypeError:
+            return one  # it cannot be referenced weakly, like a named tuple: the user's data
+        return self._remembered[-1]
+
+
+class _Remembered(weakref.ref[Any]):
+    """A reference of ours: the user's data may hold others."""
+
+    __slots__ = ()
+
+
+def _changed(one: Any, change: Callable[[Any], Any]) -> Any:
+    """What `change` makes of it, or of the items of containers."""
+    if type(one) in {tuple, list, set}:
+        return type(one)(_changed(item, change) for item in one)
+    if type(one) is dict:
+        return {key: _changed(value, change) for key, value in one.items()}
+    return change(one)

@@ -2,76 +2,48 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
-import torch
 from torch import nn
 
 from gradsync._errors import GradSyncError
-from gradsync.decorator.checkpoint import VERSION, check, check_steps_of, load, progress_in, save, windows_in
-from gradsync.decorator.cut_off import drop_cut_off
-from gradsync.decorator.loops import Loops
+from gradsync.decorator.body import Call
+from gradsync.decorator.checkpoint import VERSION, check, load, progress_in, save, windows_in
 from gradsync.decorator.micro_batches import MicroBatches
-from gradsync.decorator.participants import check_complete, participants_of
+from gradsync.decorator.participants import participants_of
 from gradsync.decorator.progress import Progress
 from gradsync.decorator.settings import Settings
-from gradsync.functional import Loop, Run, Who
+from gradsync.engines import find
+from gradsync.functional import Loop, Run, Who, discard
 from gradsync.overlap import LEFT
 from gradsync.ranks.meet import nothing_here
 
 _MOST_NESTED = 64  # functions in nested `.over`s; a run's key is the number of its windows times this, plus its place
 
 
-class CallsByInstance:
-    """The `Calls` of each instance of a decorated function. Those of a plain function are of the instance None."""
-
-    def __init__(self, name: str, settings: Settings, place: tuple[str, int]) -> None:
-        """`place` is the file and line of the function, for warnings."""
-        self._make = partial(Calls, name, settings, place, itertools.count())
-        self._of: dict[int, Calls] = {}  # by the instance's id
-
-    def of(self, instance: object) -> Calls:
-        """The calls of one instance. They end with it; with __slots__ nobody is told, and its optimizers end them."""
-        calls = self._of.get(id(instance))
-        if calls is None:
-            made = self._make()
-            calls = self._of.setdefault(id(instance), made)  # another thread may have made it meanwhile
-            if calls is made:
-                with suppress(TypeError):
-                    weakref.finalize(instance, _weakly(self._forget), id(instance)).atexit = False
-        return calls
-
-    def warn_if_open(self) -> None:
-        """Called at the end of the function or the program."""
-        for calls in [*self._of.values()]:
-            calls.warn_if_open()
-
-    def _forget(self, key: int) -> None:
-        """An instance is gone; another instance may get its id."""
-        self._of.pop(key).warn_if_open()  # which may raise, where warnings are errors
-
-
 class Calls:
-    """The calls of a function for one instance. Those with the same optimizers are micro-batches of the same windows.
+    """The calls of a function, and of a method for each instance (`of`).
 
-    `every` has a `MicroBatches` for each, which is dropped when its optimizer is.
+    Those with the same optimizers are micro-batches of the same windows. `every` has a `MicroBatches` for each, which
+    is dropped when its optimizer is.
     """
 
     def __init__(self, name: str, settings: Settings, place: tuple[str, int], order: Iterator[int]) -> None:
-        """`order` numbers the windows of all instances."""
+        """`place` is the function's file and line, for warnings. `order` numbers the windows of all instances."""
         self.name = name
-        self.loops = Loops(name)
         self.settings = settings
+        self.loops: dict[int, Loop] = {}  # by thread: the loop that runs in it
+        self.read_ahead: dict[int, Loop] = {}  # by thread: a loop that has ended with items without a call
+        self.position = 0  # among the functions of nested `.over`s
         self._place = place
         self._order = order
+        self._of: dict[int, Calls] = {}  # those of a method, by the id of its instance
         self.every: list[MicroBatches] = []  # in the order of their first call
         self._latest: MicroBatches | None = None
         self._last = Progress()  # of windows whose optimizer is gone
@@ -79,37 +51,45 @@ class Calls:
         self._loaded: list[dict[str, Any]] = []  # loaded states whose window has had no call yet
         self._loaded_latest: int | None = None  # the number of the state that was called last
 
-    def call(
-        self, function: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """One micro-batch."""
-        finder, micro_batches = self.settings.finder, self._latest
-        found = finder.find(instance, args, kwargs)
+    def of(self, instance: object) -> Calls:
+        """The calls of one instance. They end with it; with __slots__ nobody is told, and its optimizers end them."""
+        if instance is None:
+            return self
+        calls = self._of.get(id(instance))
+        if calls is None:
+            made = Calls(self.name, self.settings, self._place, self._order)
+            calls = self._of.setdefault(id(instance), made)  # another thread may have made it meanwhile
+            if calls is made:
+                with suppress(TypeError):
+                    weakref.finalize(instance, _weakly(self._forget), id(instance)).atexit = False
+        return calls
+
+    def call(self, call: Call, instance: object, loop: Loop | None) -> Any:
+        """One micro-batch, in a loop or not."""
+        micro_batches, settings = self._latest, self.settings
+        _, args, kwargs = call
+        found = settings.find(instance, args, kwargs)
         if micro_batches is None or not micro_batches.has(found):
             micro_batches = self._find(instance, found, [*args, *kwargs.values()])
         if micro_batches.run.window is None:
-            finder.refuse_hidden(found, args, kwargs, self.name)
-        return micro_batches.micro_batch((function, args, kwargs), self._loop_of(micro_batches) if self.loops else None)
+            settings.refuse_hidden(found, args, kwargs, self.name)
+        return micro_batches.micro_batch(call, loop)
 
-    # -- loops ------------------------------------------------------------------------------------------------------
+    # -- all windows ------------------------------------------------------------------------------------------------
 
     def of_this_thread(self) -> list[MicroBatches]:
         """Those that no other thread has called last."""
         return [micro_batches for micro_batches in self.every if micro_batches.thread in {None, get_ident()}]
 
-    def runs(self, instance: object, position: int) -> list[Run]:
+    def runs(self, instance: object) -> list[Run]:
         """The runs that a loop in this thread may call, in the order of their first call."""
         self._find_known(instance)
-        return [_numbered(micro_batches, position) for micro_batches in self.of_this_thread()]
+        return [micro_batches.run for micro_batches in self.of_this_thread()]
 
-    def _loop_of(self, micro_batches: MicroBatches) -> Loop | None:
-        running = self.loops.of_call()
-        if running is None:
-            return None
-        _numbered(micro_batches, running.position)
-        return running.loop
-
-    # -- all windows ------------------------------------------------------------------------------------------------
+    def number_runs(self) -> None:
+        """Give the runs the numbers that the ranks of a loop call them by."""
+        for micro_batches in self.every:
+            micro_batches.run.key = micro_batches.order * _MOST_NESTED + self.position
 
     def flush(self, instance: object) -> None:
         """Close all open windows."""
@@ -156,17 +136,16 @@ class Calls:
         All are checked before any is loaded. A window that the state does not have begins anew.
         """
         self._insist_on_rest("load_state_dict()")
-        states, every = windows_in(state), [*self.every]
+        every, states = [*self.every], windows_in(state, self.name, self.settings.steps)
         for micro_batches in every:
             micro_batches.updater.settle()
         known = [*zip(every, states, strict=False)]
-        for one in states:
-            check_steps_of(one, self.name, self.settings.steps)
         for micro_batches, one in known:
-            check(micro_batches, one)
+            check(micro_batches.run, one)
         self._cut_off.clear()
         for micro_batches in every:
-            micro_batches.begin_anew(Progress())
+            micro_batches.discard()
+            micro_batches.record.go_on_from(Progress())
         for micro_batches, one in known:
             load(micro_batches, one)
         latest = state["latest"]
@@ -174,10 +153,59 @@ class Calls:
             self._latest = every[latest]
         self._loaded, self._loaded_latest = states[len(every) :], None if every else latest
 
+    def _insist_on_rest(self, what: str) -> None:
+        """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
+        if any(micro_batches.is_running for micro_batches in self.of_this_thread()):
+            raise GradSyncError(
+                f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that runs while "
+                "the next window is open (overlap); ranks whose data has ended run that at another time. Call it "
+                "between two calls, or after the loop."
+            )
+
+    def _end_what_was_left(self, what: str) -> None:
+        """Items without a call, and windows without their optimizer: they are left on purpose."""
+        self._insist_on_rest(what)
+        self.read_ahead.pop(get_ident(), None)
+        self._cut_off.clear()
+
+    # -- the windows of a call --------------------------------------------------------------------------------------
+
+    def _find(self, instance: object, found: Sequence[object], came: Sequence[object] = ()) -> MicroBatches:
+        participants = participants_of(found, came, self.name, is_method=instance is not None)
+        optimizers = [*participants.optimizers]
+        micro_batches = next((one for one in self.every if one.run.who.optimizers == optimizers), None)
+        if micro_batches is None:
+            self._drop_cut_off(participants.models)
+            micro_batches = MicroBatches(self.name, next(self._order), self.settings, instance)
+            micro_batches.ends = [weakref.ref(optimizer, _weakly(self._drop)) for optimizer in optimizers]
+        micro_batches.bind(participants, found)
+        if micro_batches not in self.every:
+            self.every.append(micro_batches)
+            self.number_runs()
+        if self._loaded and not micro_batches.record.now.micro_steps:
+            state, *others = self._loaded
+            load(micro_batches, state)
+            self._loaded, self._loaded_latest = others, None
+        self._latest = micro_batches  # only now: as long as the state does not fit, each call says so
+        return micro_batches
+
+    def _find_known(self, instance: object) -> None:
+        """If there are no windows, and the keywords name the participants, make the windows of those."""
+        if not self.every and self.settings.known():
+            self._find(instance, self.settings.find(None, (), {}))
+
+    # -- the end of windows -----------------------------------------------------------------------------------------
+
     def warn_if_open(self) -> None:
         """Called at the end of the instance, the function or the program."""
         for micro_batches in self.every:
             self._warn_if_open(micro_batches)
+        for calls in [*self._of.values()]:
+            calls.warn_if_open()
+
+    def _forget(self, key: int) -> None:
+        """An instance is gone; another instance may get its id."""
+        self._of.pop(key).warn_if_open()  # which may raise, where warnings are errors
 
     def _drop(self, end: weakref.ref[Any]) -> None:
         """An optimizer is gone: drop its windows."""
@@ -195,13 +223,13 @@ class Calls:
         run = micro_batches.run
         if micro_batches.updater.abandon():
             self._warn(LEFT.format(what=self.name))
-        index, size, is_warned = run.index, micro_batches.record.progress.size, run.warned_of is run.window
-        if not index:
+        if not run.index:
             return
+        index, is_warned = run.index, run.warned_of is run.window
         run.abandon()
         if not is_warned:
             self._warn(
-                f"{self.name} ended with a window open: {index} of {size} "
+                f"{self.name} ended with a window open: {index} of {micro_batches.record.now.size} "
                 f"micro-batches were accumulated and never used. Iterate with {self.name}.over(...), or call "
                 f"{self.name}.flush() when the data ends."
             )
@@ -210,58 +238,39 @@ class Calls:
         if getattr(sys, "last_value", None) is None:  # no warning after an error that ended the program
             warnings.warn_explicit(text, RuntimeWarning, *self._place)
 
-    def _find(self, instance: object, found: Sequence[object], came: Sequence[object] = ()) -> MicroBatches:
-        participants = participants_of(found)
-        check_complete(participants, self.name, came, is_method=instance is not None)
-        micro_batches = next((one for one in self.every if one.is_for(participants.optimizers)), None)
-        if micro_batches is None:
-            drop_cut_off(self.name, participants.models, self._cut_off, [one.run for one in self.every])
-            micro_batches = MicroBatches(self.name, next(self._order), self.settings, instance)
-            micro_batches.ends = [weakref.ref(optimizer, _weakly(self._drop)) for optimizer in participants.optimizers]
-        micro_batches.bind(participants, found)
-        if micro_batches not in self.every:
-            self.every.append(micro_batches)
-        self._load_waiting(micro_batches)
-        self._latest = micro_batches  # only now: as long as the state does not fit, each call says so
-        return micro_batches
+    def _drop_cut_off(self, models: Sequence[nn.Module]) -> None:
+        """An optimizer is new: drop open windows of `models` whose optimizer it replaces, and raise if there are any.
 
-    def _find_known(self, instance: object) -> None:
-        """If there are no windows, and the keywords name the participants, make the windows of those."""
-        finder = self.settings.finder
-        if not self.every and finder.known():
-            self._find(instance, finder.find(None, (), {}))
-
-    def _load_waiting(self, micro_batches: MicroBatches) -> None:
-        """At the first call of a window: load the state that waits for it."""
-        if not self._loaded or micro_batches.record.num_steps:
-            return
-        state, *others = self._loaded
-        with _keeping_buffers(micro_batches.run.who.models if state["index"] else ()):
-            micro_batches.run.fitting_team()
-        check(micro_batches, state)
-        load(micro_batches, state)
-        self._loaded, self._loaded_latest = others, None
-
-    def _insist_on_rest(self, what: str) -> None:
-        """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
-        if any(micro_batches.is_running for micro_batches in self.of_this_thread()):
+        An optimizer that is alive may have a window of the same models open (a GAN). That is an error only if the
+        models have lost parameters since.
+        """
+        mine = set(map(id, models))
+        runs = [one.run for one in self.every if not mine.isdisjoint(map(id, one.run.who.models))]
+        edited = [run for run in runs if _is_edited(run)]
+        ended = [who for who in self._cut_off if not mine.isdisjoint(map(id, who.models))]
+        self._cut_off = [who for who in self._cut_off if who not in ended and who.models]
+        for run in edited:
+            run.discard()
+        for who in ended:
+            with suppress(GradSyncError):  # from an engine that the edit has broken; the error below tells of the edit
+                for engine in find(who.models):
+                    engine.discard()
+            discard(parameter for model in who.models for parameter in model.parameters())
+        if ended or edited:
+            what = ", and parameters of the models are others than it knew" if edited else ""
             raise GradSyncError(
-                f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that runs while "
-                "the next window is open (overlap); ranks whose data has ended run that at another time. Call it "
-                "between two calls, or after the loop."
+                f"The participants of {self.name} must stay the same within a window, but they changed in the middle "
+                f"of one: the optimizer was made anew{what}. That window is dropped. Make such a change between "
+                "windows, where progress.index is 0, or call flush() or reset() first."
             )
 
-    def _end_what_was_left(self, what: str) -> None:
-        """Items without a call, and windows without their optimizer: they are left on purpose."""
-        self._insist_on_rest(what)
-        self.loops.forget_read_ahead()
-        self._cut_off.clear()
 
-
-def _numbered(micro_batches: MicroBatches, position: int) -> Run:
-    """Their run, with the number that the ranks of a loop call it by."""
-    micro_batches.run.key = micro_batches.order * _MOST_NESTED + position
-    return micro_batches.run
+def _is_edited(run: Run) -> bool:
+    """Whether the models have lost parameters since the open window was opened."""
+    if run.window is None or not run.index or run.window.team.holds_inside:
+        return False
+    here = {id(parameter) for model in run.who.models for parameter in model.parameters()}
+    return not run.window.team.in_models <= here
 
 
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -274,14 +283,3 @@ def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
             alive(one)
 
     return call
-
-
-@contextmanager
-def _keeping_buffers(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Put the buffers back: to make an engine copies those of rank 0, but mid-window each rank has its own."""
-    buffers = [buffer for model in models for buffer in model.buffers()]
-    kept = [buffer.clone() for buffer in buffers]
-    yield
-    with torch.no_grad():
-        for buffer, own in zip(buffers, kept, strict=True):
-            buffer.copy_(own)

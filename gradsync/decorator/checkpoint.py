@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
 from gradsync.decorator.micro_batches import MicroBatches
 from gradsync.decorator.progress import Progress
-from gradsync.functional import Steps, window_size
+from gradsync.functional import Run, Steps, window_size
 
 VERSION = 2
 _NUMBERS = ("micro_steps", "updates", "window", "skipped", "dropped", "replays", "index", "size")
@@ -20,31 +21,28 @@ _NUMBERS = ("micro_steps", "updates", "window", "skipped", "dropped", "replays",
 # Names under which FSDP1, activation checkpointing and torch.compile keep the module that they wrap.
 _WRAPPED = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 
-OR_WITHOUT_IT = "; or, if it was saved at a boundary, go on without it: it then holds counters only."
-"""How an error about a state ends."""
 
+def windows_in(state: object, name: str, steps: Steps) -> list[dict[str, Any]]:
+    """The states of a function's windows, in the order of their first call.
 
-def windows_in(state: object) -> list[dict[str, Any]]:
-    """The states of a function's windows, in the order of their first call."""
+    Raises if one was saved with other steps. If `steps` is a function, only an open window can be checked.
+    """
     version = state.get("version") if isinstance(state, dict) else None
     if not isinstance(state, dict) or version != VERSION:
         raise ValueError(
             f"load_state_dict needs what state_dict of a decorated function returned, version {VERSION}, but what came "
             + (f"has version {version!r}." if isinstance(state, dict) else f"is of type {type(state).__name__}.")
         )
+    for one in state["windows"]:
+        saved, here = one["steps"], steps
+        if one["index"]:
+            saved, here = one["size"], window_size(steps, one["window"])
+        if isinstance(saved, int) and isinstance(here, int) and saved != here:
+            raise _misfit(
+                f"A state of {name} can be loaded with the steps that it was saved with, {saved}, but there are "
+                f"{here}. Use the same"
+            )
     return list(state["windows"])
-
-
-def check_steps_of(state: Mapping[str, Any], name: str, steps: Steps) -> None:
-    """Raise if a state was saved with other steps. If `steps` is a function, only an open window can be checked."""
-    saved, here = state["steps"], steps
-    if state["index"]:
-        saved, here = state["size"], window_size(steps, state["window"])
-    if isinstance(saved, int) and isinstance(here, int) and saved != here:
-        raise GradSyncError(
-            f"A state of {name} can be loaded with the steps that it was saved with, {saved}, but there are {here}. "
-            f"Use the same{OR_WITHOUT_IT}"
-        )
 
 
 def progress_in(state: Mapping[str, Any]) -> Progress:
@@ -52,27 +50,10 @@ def progress_in(state: Mapping[str, Any]) -> Progress:
     return Progress(**{name: state[name] for name in _NUMBERS})
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module in `DistributedDataParallel` and `torch.compile`."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return unwrapped(inner) if isinstance(inner, nn.Module) else model
-
-
-def own_names(names: Iterable[str]) -> dict[str, str]:
-    """Each parameter's name without wrappers' names, unless two parameters would get the same name."""
-    own = {}
-    for name in names:
-        *modules, last = name.split(".")
-        own[name] = ".".join([*(module for module in modules if module not in _WRAPPED), last])
-    count = Counter(own.values())
-    return {name: short if count[short] == 1 else name for name, short in own.items()}
-
-
 def save(micro_batches: MicroBatches) -> dict[str, Any]:
     """The counters, and the content of the open window, as plain values."""
     run, progress = micro_batches.run, micro_batches.record.progress
-    team = run.fitting_team()
-    names, steps = names_of(micro_batches), micro_batches.settings.steps
+    team, names, steps = run.fitting_team(), _names_of(run), run.terms.steps
     state: dict[str, Any] = {
         **{name: getattr(progress, name) for name in _NUMBERS},
         "steps": steps if isinstance(steps, int) else None,
@@ -89,59 +70,90 @@ def save(micro_batches: MicroBatches) -> dict[str, Any]:
     return state
 
 
-def check(micro_batches: MicroBatches, state: Mapping[str, Any]) -> None:
-    """Raise if a state belongs to other models or ranks. It does not communicate."""
-    name, team = micro_batches.run.name, micro_batches.run.fitting_team()
-    here = {own: list(parameter.shape) for own, parameter in names_of(micro_batches).items()}
+def check(run: Run, state: Mapping[str, Any]) -> None:
+    """Raise if a state belongs to other models or ranks. It does not communicate, if there is a team."""
+    team = run.fitting_team()
+    here = {name: list(parameter.shape) for name, parameter in _names_of(run).items()}
     if state["num_ranks"] != team.num_ranks:
-        raise GradSyncError(
-            f"A state of {name} can be loaded on as many ranks as it was saved on, {state['num_ranks']}, but "
-            f"there are {team.num_ranks}. Start that many{OR_WITHOUT_IT}"
+        raise _misfit(
+            f"A state of {run.name} can be loaded on as many ranks as it was saved on, {state['num_ranks']}, but there "
+            f"are {team.num_ranks}. Start that many"
         )
     if state["index"] and state["rank"] != team.rank:
-        raise GradSyncError(
-            f"A state of {name} in the middle of a window holds the gradients of the rank that saved it, rank "
+        raise _misfit(
+            f"A state of {run.name} in the middle of a window holds the gradients of the rank that saved it, rank "
             f"{state['rank']}, but it is loaded on rank {team.rank}: they would count twice. Save a state on each "
-            f"rank, and load each rank's own{OR_WITHOUT_IT}"
+            "rank, and load each rank's own"
         )
     if state["parameters"] != here:
         saved = state["parameters"]
         odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
-        raise GradSyncError(
-            f"A state of {name} can be loaded for the parameters that it was saved for, names and shapes, but "
+        raise _misfit(
+            f"A state of {run.name} can be loaded for the parameters that it was saved for, names and shapes, but "
             f"these differ in {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Call it with the same "
-            f"models and optimizers{OR_WITHOUT_IT}"
+            "models and optimizers"
         )
 
 
 def load(micro_batches: MicroBatches, state: Mapping[str, Any]) -> None:
-    """Load a state that fits. It does not communicate."""
-    run, names = micro_batches.run, names_of(micro_batches)
+    """Load a state, if it fits."""
+    run = micro_batches.run
+    # To make an engine copies the buffers of rank 0, but mid-window each rank has its own.
+    models = run.who.models if state["index"] else []
+    buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
     team = run.fitting_team()
-    micro_batches.begin_anew(progress_in(state))
+    with torch.no_grad():
+        for buffer, own in buffers:
+            buffer.copy_(own)
+    check(run, state)
+    names = _names_of(run)
+    micro_batches.discard()
+    micro_batches.record.go_on_from(progress_in(state))
     if state["index"]:
         window = run.open(team)
         window.load(state["open"], state["index"])
         held = state["open"]["gradients"]
         team.load_held({names[name]: gradient.to(names[name].device).clone() for name, gradient in held.items()})
-        micro_batches.watch.watch(team)
-        micro_batches.watch.remember()
+        micro_batches.body.watch(team)
+        micro_batches.body.remember()
 
 
-def names_of(micro_batches: MicroBatches) -> dict[str, nn.Parameter]:
+def _misfit(text: str) -> GradSyncError:
+    return GradSyncError(f"{text}; or, if it was saved at a boundary, go on without it: it then holds counters only.")
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def own_names(names: Iterable[str]) -> dict[str, str]:
+    """Each parameter's name without wrappers' names, unless two parameters would get the same name."""
+    own = {}
+    for name in names:
+        *modules, last = name.split(".")
+        own[name] = ".".join([*(module for module in modules if module not in _WRAPPED), last])
+    count = Counter(own.values())
+    return {name: short if count[short] == 1 else name for name, short in own.items()}
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module in `DistributedDataParallel` and `torch.compile`."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return _unwrapped(inner) if isinstance(inner, nn.Module) else model
+
+
+def _names_of(run: Run) -> dict[str, nn.Parameter]:
     """The parameters by their names: the same however the model is wrapped."""
-    models, team = micro_batches.run.who.models, micro_batches.run.fitting_team()
+    models, team = run.who.models, run.fitting_team()
     mine = {id(parameter): parameter for parameter in team.parameters}
     # Do not call `ungather` here: a rank that saves alone would wait alone in the gather of its next forward.
     for engine in team.engines:
         mine.update((id(stand_in), parameter) for stand_in, parameter in engine.gathered.items())
-    several = len(models) > 1
     names: dict[str, nn.Parameter] = {}
     for place, model in enumerate(models):
-        inside = dict(unwrapped(model).named_parameters())
+        inside = dict(_unwrapped(model).named_parameters())
         for name, own in own_names(inside).items():
             if id(inside[name]) in mine:
-                names[f"{place}.{own}" if several else own] = mine[id(inside[name])]
+                names[f"{place}.{own}" if len(models) > 1 else own] = mine[id(inside[name])]
     named = set(map(id, names.values()))
     # Parameters of the optimizers that are in no model, in the optimizers' order.
     others = [parameter for parameter in team.parameters if id(parameter) not in named]

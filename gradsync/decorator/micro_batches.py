@@ -12,13 +12,11 @@ from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
 from gradsync._step_hook import watch_steps
-from gradsync.decorator.body import Body, Call
-from gradsync.decorator.body_watch import BodyWatch
+from gradsync.decorator.body import Body, Call, Replay
 from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.participants import Participants, reference
-from gradsync.decorator.progress import Progress, Record
-from gradsync.decorator.replay_of_forward import Replay
+from gradsync.decorator.progress import Record
 from gradsync.decorator.settings import Settings
 from gradsync.decorator.updater import Updater
 from gradsync.functional import (
@@ -42,16 +40,13 @@ class MicroBatches:
 
     def __init__(self, name: str, order: int, settings: Settings, instance: object) -> None:
         self.order = order  # its number among the function's windows
-        self.settings = settings
         self.run = Run(name, settings.terms(), order)
         self.thread: int | None = None  # of the last call
-        self.watch = BodyWatch(name)
+        self.body = Body(self.run)
         self.record = Record(self.run, settings.on_update, reference(instance))
         if settings.compress is not None:
             self.run.transport = Compressed()
-        make = Overlapped if settings.overlap else Updater
-        self.updater = make(self.run, settings, self.record, self.watch)
-        self._body = Body(self.run, settings.skip)
+        self.updater = (Overlapped if settings.overlap else Updater)(self.run, settings, self.record)
         self._in_parts = None if settings.fit is False else InParts(settings.fit, name)
         self._participants: list[Callable[[], object]] = []
         self._counted: list[Callable[[], object]] = []  # those whose replacement is a change
@@ -71,10 +66,6 @@ class MicroBatches:
                 return False
         return True
 
-    def is_for(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether these are the windows of these optimizers."""
-        return [*map(id, self.run.who.optimizers)] == [*map(id, optimizers)]
-
     def bind(self, participants: Participants, found: Sequence[object]) -> None:
         """Take note of a call's participants."""
         self.updater.settle()
@@ -87,7 +78,7 @@ class MicroBatches:
                 )
             run.who = Who(models, participants.optimizers)
         now = is_scaling(participants.scaler)
-        if run.index and now != is_scaling(self.updater.scaler):
+        if run.index and now != is_scaling(self.updater.scaler()):
             raise GradSyncError(
                 f"All losses of a window of {run.name} must be scaled, or none of them, but a GradScaler "
                 f"{'came' if now else 'went'} in the middle of one. Pass it to each call, and "
@@ -101,7 +92,8 @@ class MicroBatches:
             run.num_changes += 1
             self._counted = [reference(one) for one in counted]
         self._participants = [reference(one) for one in found]
-        self.updater.bind(participants)
+        self.updater.schedulers = [reference(scheduler) for scheduler in participants.schedulers]
+        self.updater.scaler = reference(participants.scaler)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before any optimizer steps: an error in the middle of a window.
@@ -120,64 +112,64 @@ class MicroBatches:
     # -- a call -----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> None:
-        """Inside, a call of these windows runs. An error discards the open window."""
-        self.is_running = True
+        """Inside, a place is taken. An error discards the open window; else `on_update` is called after an update."""
+        self.is_running, self.record.now.stepped = True, False
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.is_running = False
-        if kind is not None:
+        if kind is None:
+            self.record.tell()
+        else:
             self.discard()
 
     def micro_batch(self, call: Call, loop: Loop | None) -> Any:
         """Run the user's function on one micro-batch, its backward, and at the boundary the update."""
-        if self.is_running or self.record.is_telling:
+        run, updater, record = self.run, self.updater, self.record
+        if self.is_running or record.is_telling:
             raise GradSyncError(
-                f"{self.run.name} must not be called from its own body or on_update: a micro-batch is one call, and "
+                f"{run.name} must not be called from its own body or on_update: a micro-batch is one call, and "
                 "ranks that have run out make updates without one. Call the model instead."
             )
-        run, updater = self.run, self.updater
         self.thread = get_ident()
         with self:
-            if self.settings.overlap:
-                updater.begin()
+            updater.begin()
             place = run.start(run.who, loop)
-            if place.last and updater.lands_before(place):
+            record.now.size = place.size
+            if place.last and updater.lands_before_boundary:
                 returned, _ = self._forward_and_backward(place._replace(last=False), call, loop)
                 updater.settle()
-                with run.holding(place):
-                    closing = run.miss(place)  # synchronises what was held
+                closing = self._miss(place)  # synchronises what was held
             else:
                 returned, closing = self._forward_and_backward(place, call, loop)
-            self.record.num_steps += 1
+            record.now.micro_steps += 1
             with WaitingFor(run.what):
                 self._end_place(closing)
-        if closing is not None:
-            self.record.tell()
         return returned
 
     def _forward_and_backward(self, place: Place, call: Call, loop: Loop | None) -> tuple[Any, Closing | None]:
         """Run the function and its backward; returns what it returned, and in the last place the closing."""
-        run = self.run
+        run, now, scaler = self.run, self.record.now, self.updater.scaler()
         window = run.window
         assert window is not None, "opened by now"
         team = window.team
         if place.index == 0:
-            self.watch.begin(team)
+            self.body.begin(team)
         with run.holding(place):
             if self._in_parts is not None:
-                scaler, changes = self.updater.scaler, self.watch.check
-                ran = self._in_parts.run(run, place, *call, scaler=scaler, changes=changes)
-                self.record.parts, self.record.rows = self._in_parts.parts, self._in_parts.rows
+                ran = self._in_parts.run(run, place, *call, scaler=scaler, changes=self.body.check)
+                now.parts, now.rows = self._in_parts.parts, self._in_parts.rows
                 return ran
             replay = Replay(*call) if team.forward_communicates else None
-            returned, loss = self._body(call, team)
+            returned, loss = self.body(call, team)
             if loss is not None:
-                self.watch.check()
+                self.body.check()
                 num_dropped = window.num_dropped
-                closing = run.backward(place, loss, scaler=self.updater.scaler)
+                closing = run.backward(place, loss, scaler=scaler)
                 returned = detach(returned, loss) if window.num_dropped == num_dropped else None
                 if replay is not None:
-                    self._body.remember(replay, call, loop)
+                    run.replay = replay
+                    if loop is not None:
+                        loop.kept[run] = call  # its arguments live as long as the loop
             elif team.lockstep:
                 window.drop()
                 closing = self._run_again(place._replace(role=Role.REPEATS))
@@ -187,73 +179,54 @@ class MicroBatches:
 
     def _run_again(self, place: Place) -> Closing | None:
         with WaitingFor(self.run.what), self.run.holding(place):
-            closing = self.run.backward(place, self._body.again())
-        self.record.num_replays += 1
+            closing = self.run.backward(place, self.body.again())
+        self.record.now.replays += 1
         return closing
+
+    def _miss(self, place: Place) -> Closing | None:
+        with self.run.holding(place):
+            return self.run.miss(place)
+
+    def _end_place(self, closing: Closing | None) -> None:
+        """After a micro-batch; in the last place, make the update, or with `overlap` leave it until gradients land."""
+        if closing is None:
+            self.body.remember()
+            self.updater.go_on(self.run.index)
+        elif closing.is_window:
+            self.updater.close(closing)
+            self.body.forget()
+        else:  # no rank had a call
+            self.updater.settle()
+            self.discard()
 
     # -- without a call ---------------------------------------------------------------------------------------------
 
     def take_part(self, place: Place) -> None:
         """After this rank's data has ended: close its own open window, or take part in a window of the other ranks."""
-        run = self.run
         with self:
-            if place.role is Role.REPEATS:
-                closing = self._run_again(place)
-            else:
-                with run.holding(place):
-                    closing = run.miss(place)
-            self._end_place(closing)
-        if closing is not None:
-            self.record.tell()
+            self.record.now.size = place.size
+            self._end_place(self._run_again(place) if place.role is Role.REPEATS else self._miss(place))
 
     def land_before_boundary(self) -> None:
         """This rank's data has ended: land what the other ranks land before their next boundary."""
-        with self:  # like the other ranks
-            self.updater.land_before_boundary()
+        if self.updater.lands_before_boundary:
+            with self:  # like the other ranks
+                self.updater.settle()
 
     def flush(self) -> None:
         """Close the open window now. Collective."""
         self.updater.settle()
         if not self.run.agree_to_flush():
             return
-        try:
-            closing = self.run.flush()
-            assert closing is not None, "the last place of a window closes it"
-            self._close(closing)
+        with self:
+            closing, window = self.run.flush(), self.run.window
+            assert window is not None, "it closes here"
+            self.record.now.size = window.size
+            self._end_place(closing)
             self.updater.settle()
-        except BaseException:
-            self.discard()
-            raise
-        self.record.tell()
 
     def discard(self) -> None:
         """Discard the open window and its gradients. Without one, gradients may be another function's, and stay."""
         self.updater.go_back()
-        self.record.note_size()
         self.run.discard()
-        self.record.note_held()
-        self.watch.forget()
-
-    def begin_anew(self, progress: Progress) -> None:
-        """Discard what is open, and count on from these numbers."""
-        self.discard()
-        self.record.go_on_from(progress)
-
-    # -- a boundary -------------------------------------------------------------------------------------------------
-
-    def _end_place(self, closing: Closing | None) -> None:
-        if closing is not None:
-            self._close(closing)
-        else:
-            self.watch.remember()
-            self.record.note_held()
-            if self.settings.overlap:
-                self.updater.go_on(self.run.index)
-
-    def _close(self, closing: Closing) -> None:
-        """After the boundary: make the update, or with `overlap` leave it until the gradients have arrived."""
-        if closing.is_window:
-            self.updater.close(closing)
-        else:
-            self.updater.settle()
-            self.discard()  # no rank had a call
+        self.body.forget()

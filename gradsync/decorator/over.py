@@ -1,11 +1,15 @@
-"""`.over`: the iterable again, in a loop that knows the last item and goes on with the other ranks after it."""
+"""`.over`: the iterable again, in a loop that knows the last item and goes on with the other ranks after it.
+
+Also: which loop a call belongs to, and the error for items that were read ahead of their calls.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from types import CodeType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -13,7 +17,7 @@ from gradsync._errors import GradSyncError
 from gradsync._frames import drawn_by, is_left_on_purpose
 from gradsync.decorator.calls import Calls
 from gradsync.decorator.micro_batches import MicroBatches
-from gradsync.functional import Loop, Run, StandIn, length
+from gradsync.functional import Loop, length
 
 T = TypeVar("T")
 
@@ -40,14 +44,17 @@ class Over(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         decorated = [*self._decorated]
         all_calls = [calls for calls, _ in decorated]
-        name = f"{all_calls[0].name}.over"
-        loop = Loop(name, length(self._iterable), lambda: _runs(decorated))
+        loop = Loop(
+            f"{all_calls[0].name}.over",
+            length(self._iterable),
+            lambda: [run for calls, instance in decorated for run in calls.runs(instance)],
+        )
         with ExitStack() as stack:
             # The loop may be referenced longer than its data and its instances are needed.
             stack.callback(loop.end)
             stack.callback(decorated.clear)
             for position, calls in enumerate(all_calls):
-                stack.enter_context(calls.loops.running(loop, position))
+                stack.enter_context(_running(calls, loop, position))
             drawn: Sequence[CodeType] = ()
             try:
                 for item in loop.items(self._iterable):
@@ -58,18 +65,16 @@ class Over(Generic[T]):
                 if loop.is_superseded:  # what is open, and what travels, is that of a later loop
                     raise
                 if is_left_on_purpose(sys._getframe(0).f_back, drawn):
-                    _warn_if_open(loop)
-                    _settle(all_calls)
+                    _leave(loop, all_calls)
                 else:
                     for micro_batches in _of_this_thread(all_calls):
                         micro_batches.updater.go_back()
                 raise
-            for run, place in _rest(loop, all_calls):
-                micro_batches = next(one for calls in all_calls for one in calls.every if one.run is run)
-                micro_batches.take_part(place)
-            _settle(all_calls)
-        for calls in all_calls:
-            calls.loops.note_idle(loop)
+            _take_part_in_the_rest(loop, all_calls)
+        for calls in all_calls if loop.data.num_idle else ():  # later calls may be meant for items without a call
+            calls.read_ahead[loop.thread] = loop
+            if not loop.data.num_calls:
+                loop.called_from = _call_stack()
 
 
 class SizedOver(Over[T]):
@@ -77,10 +82,6 @@ class SizedOver(Over[T]):
 
     def __len__(self) -> int:
         return len(self._iterable)  # type: ignore[arg-type]
-
-
-def _runs(decorated: Sequence[tuple[Calls, object]]) -> list[Run]:
-    return [run for place, (calls, instance) in enumerate(decorated) for run in calls.runs(instance, place)]
 
 
 def _insist_on_latest(loop: Loop) -> None:
@@ -93,29 +94,8 @@ def _insist_on_latest(loop: Loop) -> None:
         )
 
 
-def _rest(loop: Loop, all_calls: Sequence[Calls]) -> Iterator[StandIn]:
-    """The places after this rank's data has ended. What other ranks land before a boundary lands before it here."""
-    rest = loop.rest()
-    while True:
-        for micro_batches in _of_this_thread(all_calls):
-            micro_batches.land_before_boundary()
-        turn = next(rest, None)
-        if turn is None:
-            return
-        yield turn
-
-
-def _settle(all_calls: Sequence[Calls]) -> None:
-    for calls in all_calls:
-        calls.settle()
-
-
-def _of_this_thread(all_calls: Sequence[Calls]) -> list[MicroBatches]:
-    return [micro_batches for calls in all_calls for micro_batches in calls.of_this_thread()]
-
-
-def _warn_if_open(loop: Loop) -> None:
-    """Warn if a loop is left with a window open."""
+def _leave(loop: Loop, all_calls: Sequence[Calls]) -> None:
+    """A loop is left on purpose: land what travels, and warn if a window is open."""
     opened = [run for run in loop.called if run.index]
     if opened:
         name = loop.name.removesuffix(".over")
@@ -127,3 +107,89 @@ def _warn_if_open(loop: Loop) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+    for calls in all_calls:
+        calls.settle()
+
+
+def _take_part_in_the_rest(loop: Loop, all_calls: Sequence[Calls]) -> None:
+    """After this rank's data has ended. What other ranks land before their next boundary lands before it here."""
+    _land_before_boundary(all_calls)
+    for run, place in loop.rest():
+        next(one for calls in all_calls for one in calls.every if one.run is run).take_part(place)
+        _land_before_boundary(all_calls)
+    for calls in all_calls:
+        calls.settle()
+
+
+def _land_before_boundary(all_calls: Sequence[Calls]) -> None:
+    for micro_batches in _of_this_thread(all_calls):
+        micro_batches.land_before_boundary()
+
+
+def _of_this_thread(all_calls: Sequence[Calls]) -> list[MicroBatches]:
+    return [micro_batches for calls in all_calls for micro_batches in calls.of_this_thread()]
+
+
+# -- the loop of a call -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _running(calls: Calls, loop: Loop, position: int) -> Iterator[None]:
+    """Calls inside belong to this loop."""
+    before = calls.loops.get(loop.thread)
+    if before is not None:
+        before.is_superseded = True
+    calls.loops[loop.thread], calls.position = loop, position
+    calls.number_runs()
+    calls.read_ahead.pop(loop.thread, None)
+    try:
+        yield
+    finally:
+        if calls.loops.get(loop.thread) is loop:
+            del calls.loops[loop.thread]
+
+
+def loop_of_call(calls: Calls) -> Loop | None:
+    """The loop that a call belongs to, if it is in one. Raises if the item of the call was read ahead."""
+    thread = get_ident()
+    loop = calls.loops.get(thread)
+    if loop is not None:
+        if loop.data.num_idle:
+            loop.called_from = _call_stack()
+        return loop
+    # Items are read ahead by another thread, or by the code that goes on calling after its data has ended.
+    ahead = next((one for one in [*calls.loops.values()] if not one.data.num_calls), None)
+    ended = calls.read_ahead.get(thread)
+    if ahead is None and ended is not None and _goes_on(ended):
+        ahead = ended
+    if ahead is not None:
+        raise GradSyncError(
+            f"Each item of {ahead.name} must have its call before the next item is drawn, but items were drawn "
+            "ahead of the calls: the data ended with calls still to come. Put what reads ahead inside: "
+            f"{ahead.name}(prefetch(loader)), and neither list({ahead.name}(loader)) nor "
+            f"prefetch({ahead.name}(loader)). Call in the thread that draws the items. If all items were left out "
+            f"on purpose, call {calls.name}.flush() or {calls.name}.reset() before you go on."
+        )
+    return None
+
+
+def _goes_on(loop: Loop) -> bool:
+    """Whether this call comes from the same place as the calls of a loop that has ended."""
+    now, then = _call_stack(), loop.called_from
+    if loop.data.num_calls:
+        return now == then
+    # All items were drawn without a call: this is the first call, in the function that drew them.
+    return loop.data.num_items > 1 and any(
+        frame[0] == now[0][0] and then[place + 1 :] == now[1:] for place, frame in enumerate(then)
+    )
+
+
+def _call_stack() -> tuple[tuple[int, int], ...]:
+    """The frames above a call, outside of this package: code objects and places in them."""
+    stack: list[tuple[int, int]] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        if stack or not frame.f_globals.get("__name__", "").startswith("gradsync."):
+            stack.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(stack)

@@ -15,14 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync._errors import GradSyncError
 from gradsync._state import TRAVELLING
 from gradsync._step_hook import stepping
-from gradsync.decorator.body_watch import BodyWatch
 from gradsync.decorator.compressed import Compressed, travels_of
 from gradsync.decorator.progress import Record
 from gradsync.decorator.settings import Settings
 from gradsync.decorator.updater import Updater
 from gradsync.functional import (
     Closing,
-    Place,
     Run,
     Team,
     Transport,
@@ -69,8 +67,8 @@ class Overlapped(Updater, Transport):
 
     closes_before = True
 
-    def __init__(self, run: Run, settings: Settings, record: Record, watch: BodyWatch) -> None:
-        super().__init__(run, settings, record, watch)
+    def __init__(self, run: Run, settings: Settings, record: Record) -> None:
+        super().__init__(run, settings, record)
         run.transport = weakref.proxy(self)  # not the object, which holds the run: a circle would not be freed at once
         self._num_beside = settings.overlap  # micro-batches that run while gradients travel
         self._dtype = check_compress(settings.compress)  # in which they travel; None: in their own
@@ -94,7 +92,7 @@ class Overlapped(Updater, Transport):
         """Raise on every rank if gradients cannot travel. Asked when a window opens."""
         if team.num_ranks == 1:
             return
-        check_scaler(self.scaler)
+        check_scaler(self.scaler())
         if team is self._checked:
             return
         check_optimizers(self.run.who.optimizers)
@@ -134,20 +132,17 @@ class Overlapped(Updater, Transport):
         if self._has_gone_back:
             self.settle()
 
-    def lands_before(self, place: Place) -> bool:
-        """Whether the window before must land between the micro-batch of this last place and its boundary.
+    @property
+    def lands_before_boundary(self) -> bool:
+        """Whether an earlier window must land between the last micro-batch of this window and its boundary.
 
-        That is so in a window so short that it ends before the others land. All ranks then run
-        `on_update`, which may have collectives or raise, before the collectives of the boundary.
+        That is so in a window so short that it ends before the others land. All ranks then run `on_update`, which may
+        have collectives or raise, before the collectives of the boundary.
         """
-        return bool(self._legs) and place.index < self._num_beside < place.size
-
-    def land_before_boundary(self) -> None:
-        """This rank's data has ended: land what the other ranks land before their next boundary."""
-        run = self.run
-        size = window_size(run.terms.steps, run.number) if run.window is None else run.window.size
-        if self._legs and self._num_beside < size:
-            self._land()
+        if not self._legs:
+            return False
+        run = self.run  # without an open window, it is the next, which other ranks have
+        return self._num_beside < (window_size(run.terms.steps, run.number) if run.window is None else run.window.size)
 
     def go_on(self, index: int) -> None:
         """The open window has had `index` micro-batches."""
@@ -162,19 +157,18 @@ class Overlapped(Updater, Transport):
         if team.num_ranks == 1:
             super().close(closing)
             return
-        self.record.note_held()
         factor = factor_of_update(self.settings.tail, closing)
         if factor is None:
             self._drop()
             team.drop_gradients()
-            self.end_window()
+            self.run.close()
             self._land()
             self.record.note_skipped(closing)
             return
         self._departing = _Leg(window.what, self._flights, self._ddps, team, factor, closing)
         self._flights, self._ddps = (), ()
         TRAVELLING.add(self)
-        self.end_window()
+        self.run.close()
         try:
             self._land()
         except BaseException:

@@ -1,23 +1,29 @@
-"""Finds the participants of a call (models, optimizers, schedulers, scaler), by type or by keyword."""
+"""Which arguments of a call take part, by type or by keyword: models, optimizers, schedulers, a scaler."""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync._errors import GradSyncError
-from gradsync.decorator.kinds import cores, inside, kind_of, moved_by
 from gradsync.engines import is_engine
 
 Naming: TypeAlias = Any | Callable[..., Any] | None
 """An object, a tuple of objects, or a function of the call's arguments; None to search the arguments by type."""
+
+_KINDS = {"model": "Module", "optimizer": "Optimizer", "scheduler": "LRScheduler", "scaler": "GradScaler"}
+_DATA = {torch.Tensor, int, float, bool, str, type(None)}  # types that are not searched
+_LOOKED_THROUGH = 64  # a sequence among the arguments is searched up to this length; a longer sequence is data
 
 
 class Participants(NamedTuple):
@@ -29,9 +35,9 @@ class Participants(NamedTuple):
     scaler: torch.amp.GradScaler | None
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Finder:
-    """How a decorated function's participants are found."""
+    """How a decorated function's participants are found: by these keywords of `accumulating`, or by type."""
 
     model: Naming = None
     optimizer: Naming = None
@@ -49,19 +55,17 @@ class Finder:
             args = (instance, *args)
             if isinstance(instance, nn.Module):
                 found.insert(0, instance)
-        if self._by_type:
-            return found
-        named = []
-        for kind in _KINDS:
-            naming = getattr(self, kind)
-            if naming is None:
-                named += [one for one in found if kind_of(one) == kind]
-            else:
-                named += _named(naming, kind, args, kwargs)
-        return named
+        if self._by_keyword:
+            found = [one for one in found if kind_of(one) not in self._by_keyword]
+            for kind, naming in self._by_keyword.items():
+                found += _named(naming, kind, args, kwargs)
+        return found
 
     def refuse_hidden(self, found: Sequence[object], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
-        """Raise for an optimizer, scheduler or scaler in a container among the arguments, unless it is named."""
+        """Raise for an optimizer, scheduler, scaler or engine in a container among the arguments, unless it is named.
+
+        A bare model in a container is its user's.
+        """
         taken = set(map(id, found))
         came = [one for one in (*args, *kwargs.values()) if type(one) not in _DATA and id(one) not in taken]
         if came:
@@ -71,15 +75,17 @@ class Finder:
                 kind = kind_of(inner)
                 if kind is None or id(inner) in taken or getattr(self, kind) == ():
                     continue
+                what, harm = f"{kind} ({type(inner).__name__})", "it would be passed over"
                 if isinstance(inner, nn.Module):
-                    _refuse_hidden_engine(inner, one, name)
-                else:
-                    raise GradSyncError(
-                        f"{name} takes part with what is an argument of its own or named by keyword, but a {kind} "
-                        f"({type(inner).__name__}) came in a {type(one).__name__}, where it would be passed over. Pass "
-                        f"it as an argument, or name it: accumulating(..., {kind}=lambda *args: ...). With {kind}=() "
-                        "none takes part."
-                    )
+                    engines = [type(module).__name__ for module in inner.modules() if is_engine(type(module))]
+                    if not engines:
+                        continue
+                    what, harm = engines[0], "each backward would synchronise it, and wait for ranks that have run out"
+                raise GradSyncError(
+                    f"{name} takes part with what is an argument of its own or named by keyword, but a {what} "
+                    f"came in a {type(one).__name__}, where {harm}. Pass it as an argument, or name it: "
+                    f"accumulating(..., {kind}=lambda *args: ...). With {kind}=() none takes part."
+                )
 
     def known(self) -> bool:
         """Whether models and optimizers are objects, known before any call."""
@@ -89,16 +95,16 @@ class Finder:
         )
 
     @cached_property
-    def _by_type(self) -> bool:
-        return self.model is self.optimizer is self.scheduler is self.scaler is None
+    def _by_keyword(self) -> dict[str, Naming]:
+        """The kinds that are named by keyword."""
+        return {kind: naming for kind in _KINDS if (naming := getattr(self, kind)) is not None}
 
 
-_KINDS = ("model", "optimizer", "scheduler", "scaler")
-_DATA = {torch.Tensor, int, float, bool, str, type(None)}  # types that are not searched
+def participants_of(found: Sequence[Any], came: Sequence[object], name: str, *, is_method: bool) -> Participants:
+    """The participants, sorted by kind.
 
-
-def participants_of(found: Sequence[Any]) -> Participants:
-    """The participants, sorted by kind."""
+    Raises unless there is a model and an optimizer among what `came`, and schedulers move these optimizers.
+    """
     # An object of no known kind was named by the keyword `scheduler`.
     kinds = [(one, kind_of(one) or "scheduler") for one in found]
     models, optimizers, schedulers, scalers = (
@@ -106,6 +112,22 @@ def participants_of(found: Sequence[Any]) -> Participants:
     )
     if len(scalers) > 1:
         raise GradSyncError("A call needs one GradScaler at most, but two came. Name one with scaler=...")
+    for several, what in ((models, "model"), (optimizers, "optimizer")):
+        if not several:
+            how = f"lambda self, *_: self.{what}" if is_method else what
+            raise GradSyncError(
+                f"{name} needs a{'n' if what == 'optimizer' else ''} {what} among its arguments, but found none. What "
+                f"came is {', '.join(type(one).__name__ for one in came) or 'nothing'}. Pass it to the function as an "
+                f"argument of its own, or name it: accumulating(..., {what}={how})."
+            )
+    for scheduler in schedulers:
+        theirs = moved_by(scheduler)
+        if theirs and cores(theirs).isdisjoint(cores(optimizers)):
+            raise GradSyncError(
+                f"A scheduler moves an optimizer that {name} steps, but the {type(scheduler).__name__} that came moves "
+                f"another {type(theirs[0]).__name__}. Make the scheduler anew from the optimizer that the call has, or "
+                "keep it out of the call."
+            )
     return Participants(models, optimizers, schedulers, scalers[0] if scalers else None)
 
 
@@ -117,57 +139,114 @@ def reference(one: Any) -> Callable[[], Any]:
         return lambda: one  # it has __slots__, or is None
 
 
-def check_complete(participants: Participants, name: str, came: Sequence[object], *, is_method: bool) -> None:
-    """Raise unless there is a model and an optimizer, and schedulers move these optimizers. `came`: the arguments."""
-    for several, what in ((participants.models, "model"), (participants.optimizers, "optimizer")):
-        if not several:
-            how = f"lambda self, *_: self.{what}" if is_method else what
-            raise GradSyncError(
-                f"{name} needs a{'n' if what == 'optimizer' else ''} {what} among its arguments, but found none. What "
-                f"came is {', '.join(type(one).__name__ for one in came) or 'nothing'}. Pass it to the function as an "
-                f"argument of its own, or name it: accumulating(..., {what}={how})."
-            )
-    for scheduler in participants.schedulers:
-        theirs = moved_by(scheduler)
-        if theirs and cores(theirs).isdisjoint(cores(participants.optimizers)):
-            raise GradSyncError(
-                f"A scheduler moves an optimizer that {name} steps, but the {type(scheduler).__name__} that came moves "
-                f"another {type(theirs[0]).__name__}. Make the scheduler anew from the optimizer that the call has, or "
-                "keep it out of the call."
-            )
-
-
-def _refuse_hidden_engine(model: nn.Module, container: object, name: str) -> None:
-    """A bare model in a container is its user's; one on an engine would synchronise in each backward."""
-    on = next((type(module).__name__ for module in model.modules() if is_engine(type(module))), None)
-    if on is not None:
-        raise GradSyncError(
-            f"{name} holds the models back that are arguments of their own or named by keyword, but a {on} came in a "
-            f"{type(container).__name__}, where each backward would synchronise it, and ranks that run out would be "
-            "waited for. Pass it as an argument, or name it: accumulating(..., model=lambda *args: ...)."
-        )
-
-
 def _named(naming: Naming, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    if isinstance(naming, type):
-        raise TypeError(
-            f"accumulating({kind}=...) needs an object or a function of the call's arguments, but got the class "
-            f"{naming.__name__}. Pass the object that was made of it."
-        )
-    # A module is callable too, but is not a function of the arguments.
-    named = naming(*args, **kwargs) if callable(naming) and not _fits(naming, kind) else naming
-    several = list(named) if isinstance(named, tuple | list) else [named]
+    """What a keyword names."""
+    named = naming
+    if callable(naming) and not isinstance(naming, type) and not _fits(naming, kind):  # a module is callable too
+        named = naming(*args, **kwargs)
+    several = [one for one in (named if isinstance(named, tuple | list) else [named]) if one is not None]
     for one in several:
-        if one is not None and not _fits(one, kind):
-            needed = {"model": "Module", "optimizer": "Optimizer", "scheduler": "LRScheduler", "scaler": "GradScaler"}
+        if not _fits(one, kind):
+            came = f"got the class {one.__name__}" if isinstance(one, type) else f"it gave a {type(one).__name__}"
             raise TypeError(
-                f"accumulating({kind}=...) needs a {needed[kind]}, a tuple of them, or a function of the call's "
-                f"arguments that returns one, but it gave a {type(one).__name__}."
+                f"accumulating({kind}=...) needs a {_KINDS[kind]}, a tuple of them, or a function of the call's "
+                f"arguments that returns one, but {came}."
             )
-    return [one for one in several if one is not None]
+    return several
 
 
 def _fits(one: object, kind: str) -> bool:
     """Whether an object that a keyword names is of that kind; a scheduler need only have a `step`."""
     own = kind_of(one)
-    return own == kind or (own is None and kind == "scheduler" and callable(getattr(one, "step", None)))
+    if own is None and kind == "scheduler" and not isinstance(one, type):
+        return callable(getattr(one, "step", None))
+    return own == kind
+
+
+# -- kinds ------------------------------------------------------------------------------------------------------------
+
+
+def kind_of(one: object) -> str | None:
+    """As what an object takes part; None if it does not. A scheduler has a `step` and the optimizer that it moves."""
+    if isinstance(one, nn.Module):
+        return "model"
+    if isinstance(one, Optimizer):
+        return "optimizer"
+    if isinstance(one, torch.amp.GradScaler):
+        return "scaler"
+    return "scheduler" if isinstance(one, LRScheduler) or _moves(one) else None
+
+
+def moved_by(scheduler: object) -> list[Optimizer]:
+    """The optimizers that are attributes of a scheduler."""
+    found: list[Optimizer] = []
+    for one in _held_by(scheduler):
+        if isinstance(one, Optimizer):
+            found.append(one)
+        elif isinstance(one, LRScheduler):
+            found += moved_by(one)
+    return found
+
+
+def cores(optimizers: Iterable[object]) -> set[int]:
+    """The ids of optimizers and of the optimizers inside them."""
+    found: set[int] = set()
+    todo = list(optimizers)
+    while todo:
+        one = todo.pop()
+        if id(one) not in found:
+            found.add(id(one))
+            todo += [inner for inner in vars(one).values() if isinstance(inner, Optimizer)]
+    return found
+
+
+def inside(container: object, seen: set[int] | None = None) -> Iterator[object]:
+    """The items of a container, nested ones too. A long sequence is data, and not searched."""
+    seen = set() if seen is None else seen
+    items = _items(container)
+    if items is None or id(container) in seen:
+        return
+    seen.add(id(container))
+    for item in items:
+        if _items(item) is None or _has_step(item):
+            yield item
+        else:
+            yield from inside(item, seen)
+
+
+def _items(container: object) -> list[Any] | None:
+    """The items of a container; None if the object is no container."""
+    if isinstance(container, dict | UserDict | MappingProxyType):
+        return list(container.values())
+    if isinstance(container, tuple | list | set | frozenset | deque):
+        return list(container) if len(container) <= _LOOKED_THROUGH else []
+    if isinstance(container, SimpleNamespace):
+        return list(vars(container).values())
+    if dataclasses.is_dataclass(container) and not isinstance(container, type):
+        return [getattr(container, one.name, None) for one in dataclasses.fields(container)]
+    return None
+
+
+def _moves(one: object) -> bool:
+    """Whether it has a step and an optimizer (schedulers of timm, Accelerate), and no model (a trainer)."""
+    if isinstance(one, type) or not _has_step(one):
+        return False
+    held = _held_by(one)
+    moves = any(isinstance(value, Optimizer | LRScheduler) for value in held)
+    return moves and not any(isinstance(value, nn.Module) for value in held)
+
+
+def _has_step(one: object) -> bool:
+    return callable(getattr(one, "__dict__", {}).get("step", getattr(type(one), "step", None)))
+
+
+def _held_by(one: object) -> list[Any]:
+    """The values of an object's attributes, and the items of those that are containers."""
+    values = [*getattr(one, "__dict__", {}).values()]
+    for slots in [kind.__dict__.get("__slots__", ()) for kind in type(one).__mro__]:
+        names = [slots] if isinstance(slots, str) else slots
+        values += [getattr(one, name, None) for name in names if name not in {"__dict__", "__weakref__"}]
+    held = []
+    for value in values:
+        held += [value] if isinstance(value, Optimizer | nn.Module | LRScheduler) else [value, *inside(value)]
+    return held

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from gradsync.functional import Closing, Run, Update
-
-NO_UPDATE = Update(stepped=False, grad_norm=None)
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,10 @@ class Progress:
 
 
 class Record:
-    """The record of one (function, instance, optimizers). `run` counts windows; the rest is counted here."""
+    """What one (function, instance, optimizers) has counted, in `now`: the fields of `Progress`, which change here.
+
+    Windows and dropped micro-batches are counted by the `run`.
+    """
 
     def __init__(self, run: Run, on_update: Callable[..., Any] | None, instance: Callable[[], object]) -> None:
         """`instance()` is the first argument of `on_update` for a method; None for a plain function."""
@@ -75,58 +77,32 @@ class Record:
 
     def go_on_from(self, progress: Progress) -> None:
         """Count on from these numbers."""
-        self.num_steps, self.num_replays = progress.micro_steps, progress.replays
-        self.num_updates, self.num_skipped = progress.updates, progress.skipped
-        self.size = progress.size  # of the last window
-        self.parts, self.rows = progress.parts, progress.rows  # with `fit`: of the last call
-        self._made = NO_UPDATE
-        self._closing: Closing | None = None
+        self.now = SimpleNamespace(**vars(progress))
         self._run.go_on_from(progress.window, progress.dropped)
 
     def note(self, made: Update, closing: Closing) -> None:
         """A window has closed, with the update `made`."""
-        self.num_updates += made.stepped
-        self.num_skipped += not made.stepped
-        self._made, self._closing, self._has_told = made, closing, False
+        now = self.now
+        now.updates += made.stepped
+        now.skipped += not made.stepped
+        now.stepped, now.grad_norm = made
+        now._closing, self._has_told = closing, False
 
     def note_skipped(self, closing: Closing) -> None:
         """A window has closed without an update. With `overlap`, an earlier window may update in the same call."""
-        self.num_skipped += 1
-        self._closing = closing
-
-    def note_held(self) -> None:
-        """The current call has made no update so far."""
-        if self._made.stepped:
-            self._made = self._made._replace(stepped=False)
-
-    def note_size(self) -> None:
-        """Keep the size of the open window, which is about to end."""
-        if self._run.window is not None:
-            self.size = self._run.window.size
+        self.now.skipped += 1
+        self.now._closing = closing
 
     @property
     def progress(self) -> Progress:
         """The current record."""
         run = self._run
-        return Progress(
-            micro_steps=self.num_steps,
-            updates=self.num_updates,
-            window=run.number,
-            index=run.index,
-            size=self.size if run.window is None else run.window.size,
-            stepped=self._made.stepped,
-            skipped=self.num_skipped,
-            dropped=run.num_dropped,
-            replays=self.num_replays,
-            parts=self.parts,
-            rows=self.rows,
-            grad_norm=self._made.grad_norm,
-            _closing=self._closing,
-        )
+        by_run: dict[str, Any] = {"window": run.number, "index": run.index, "dropped": run.num_dropped}
+        return Progress(**(vars(self.now) | by_run))
 
     def tell(self) -> None:
         """Call the user's `on_update`, once for an update of the last call."""
-        if self._on_update is None or self._has_told or not self._made.stepped:
+        if self._on_update is None or self._has_told or not self.now.stepped:
             return
         instance = self._instance()
         self.is_telling = self._has_told = True
