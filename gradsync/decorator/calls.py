@@ -14,7 +14,7 @@ from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync.decorator.body import Call
-from gradsync.decorator.checkpoint import VERSION, check, load, progress_in, save, windows_in
+from gradsync.decorator.checkpoint import VERSION, check, load, progress_in, save, windows_in, without_window
 from gradsync.decorator.micro_batches import MicroBatches
 from gradsync.decorator.participants import participants_of
 from gradsync.decorator.progress import Progress
@@ -96,6 +96,12 @@ class Calls:
         self._end_what_was_left("flush()")
         self._find_known(instance)
         if not self.every:
+            if self._num_waiting:
+                raise GradSyncError(
+                    f"flush of {self.name} needs the models and optimizers of the window that was loaded, of "
+                    f"{self._num_waiting} micro-batches, but no call has brought them yet. Name them: "
+                    "accumulating(..., model=..., optimizer=...), or call reset() to drop that window."
+                )
             nothing_here(f"flush of {self.name}")
         for micro_batches in [*self.every]:
             micro_batches.flush()
@@ -110,6 +116,7 @@ class Calls:
         self._end_what_was_left("reset()")
         for micro_batches in [*self.every]:
             micro_batches.discard()
+        self._loaded = [*map(without_window, self._loaded)]
 
     @property
     def progress(self) -> Progress:
@@ -152,6 +159,11 @@ class Calls:
         if latest is not None and latest < len(every):
             self._latest = every[latest]
         self._loaded, self._loaded_latest = states[len(every) :], None if every else latest
+
+    @property
+    def _num_waiting(self) -> int:
+        """How many micro-batches loaded windows hold that have had no call yet."""
+        return sum(state["index"] for state in self._loaded)
 
     def _insist_on_rest(self, what: str) -> None:
         """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
@@ -200,6 +212,9 @@ class Calls:
         """Called at the end of the instance, the function or the program."""
         for micro_batches in self.every:
             self._warn_if_open(micro_batches)
+        if self._num_waiting:
+            self._warn_of(self._num_waiting, self.progress.size)
+            self._loaded.clear()
         for calls in [*self._of.values()]:
             calls.warn_if_open()
 
@@ -228,11 +243,13 @@ class Calls:
         index, is_warned = run.index, run.warned_of is run.window
         run.abandon()
         if not is_warned:
-            self._warn(
-                f"{self.name} ended with a window open: {index} of {micro_batches.record.now.size} "
-                f"micro-batches were accumulated and never used. Iterate with {self.name}.over(...), or call "
-                f"{self.name}.flush() when the data ends."
-            )
+            self._warn_of(index, micro_batches.record.now.size)
+
+    def _warn_of(self, index: int, size: int) -> None:
+        self._warn(
+            f"{self.name} ended with a window open: {index} of {size} micro-batches were accumulated and never used. "
+            f"Iterate with {self.name}.over(...), or call {self.name}.flush() when the data ends."
+        )
 
     def _warn(self, text: str) -> None:
         if getattr(sys, "last_value", None) is None:  # no warning after an error that ended the program

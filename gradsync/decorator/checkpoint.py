@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync._errors import GradSyncError
 from gradsync.decorator.micro_batches import MicroBatches
 from gradsync.decorator.progress import Progress
-from gradsync.functional import Run, Steps, window_size
+from gradsync.functional import Run, Steps, Team, is_scaling, window_size
 
 VERSION = 2
 _NUMBERS = ("micro_steps", "updates", "window", "skipped", "dropped", "replays", "index", "size")
@@ -60,6 +60,7 @@ def save(micro_batches: MicroBatches) -> dict[str, Any]:
         "num_ranks": team.num_ranks,
         "rank": team.rank,
         "parameters": {name: list(parameter.shape) for name, parameter in names.items()},
+        "forms": {name: _form(parameter) for name, parameter in names.items()},
     }
     if run.window is not None and run.index:
         held = team.held_gradients()
@@ -72,8 +73,7 @@ def save(micro_batches: MicroBatches) -> dict[str, Any]:
 
 def check(run: Run, state: Mapping[str, Any]) -> None:
     """Raise if a state belongs to other models or ranks. It does not communicate, if there is a team."""
-    team = run.fitting_team()
-    here = {name: list(parameter.shape) for name, parameter in _names_of(run).items()}
+    team, names = run.fitting_team(), _names_of(run)
     if state["num_ranks"] != team.num_ranks:
         raise _misfit(
             f"A state of {run.name} can be loaded on as many ranks as it was saved on, {state['num_ranks']}, but there "
@@ -85,13 +85,15 @@ def check(run: Run, state: Mapping[str, Any]) -> None:
             f"{state['rank']}, but it is loaded on rank {team.rank}: they would count twice. Save a state on each "
             "rank, and load each rank's own"
         )
-    if state["parameters"] != here:
-        saved = state["parameters"]
-        odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
+    if odd := _differing(state["parameters"], {name: list(parameter.shape) for name, parameter in names.items()}):
         raise _misfit(
             f"A state of {run.name} can be loaded for the parameters that it was saved for, names and shapes, but "
-            f"these differ in {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}. Call it with the same "
-            "models and optimizers"
+            f"these differ in {odd}. Call it with the same models and optimizers"
+        )
+    if state["index"] and (odd := _differing(state["forms"], {name: _form(one) for name, one in names.items()})):
+        raise _misfit(
+            f"A state of {run.name} in the middle of a window can be loaded for parameters that are as they were then, "
+            f"in their dtype and in whether they are frozen, but these differ in {odd}. Change that between windows"
         )
 
 
@@ -106,16 +108,47 @@ def load(micro_batches: MicroBatches, state: Mapping[str, Any]) -> None:
         for buffer, own in buffers:
             buffer.copy_(own)
     check(run, state)
-    names = _names_of(run)
     micro_batches.discard()
     micro_batches.record.go_on_from(progress_in(state))
-    if state["index"]:
-        window = run.open(team)
-        window.load(state["open"], state["index"])
-        held = state["open"]["gradients"]
-        team.load_held({names[name]: gradient.to(names[name].device).clone() for name, gradient in held.items()})
-        micro_batches.body.watch(team)
-        micro_batches.body.remember()
+    try:
+        if state["index"]:
+            _open(micro_batches, team, state)
+    except BaseException:  # it may be loaded again: nothing has come of it
+        micro_batches.discard()
+        micro_batches.record.go_on_from(Progress())
+        raise
+
+
+def without_window(state: dict[str, Any]) -> dict[str, Any]:
+    """The state, with its open window discarded."""
+    return {name: value for name, value in state.items() if name != "open"} | {"index": 0}
+
+
+def _open(micro_batches: MicroBatches, team: Team, state: Mapping[str, Any]) -> None:
+    """Open the window that a state holds, with its gradients."""
+    run, names = micro_batches.run, _names_of(micro_batches.run)
+    window = run.open(team)
+    window.load(state["open"], state["index"])
+    scales = is_scaling(micro_batches.updater.scaler())
+    if window.num_micro_batches and scales != (window.scale is not None):
+        raise _misfit(
+            f"A state of {run.name} in the middle of a window can be loaded with a GradScaler if it was saved with "
+            f"one, and without one if not, but it was saved with {'none' if scales else 'one'}. Pass the same"
+        )
+    held = state["open"]["gradients"]
+    team.load_held({names[name]: gradient.to(names[name].device).clone() for name, gradient in held.items()})
+    micro_batches.body.watch(team)
+    micro_batches.body.remember()
+
+
+def _differing(saved: Mapping[str, object], here: Mapping[str, object]) -> str:
+    """The names at which these differ, for an error; empty if there are none."""
+    odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
+    return f"{', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''}"
+
+
+def _form(parameter: nn.Parameter) -> list[object]:
+    return [str(parameter.dtype), parameter.requires_grad]
 
 
 def _misfit(text: str) -> GradSyncError:
