@@ -33,22 +33,23 @@ def is_running(driver: tuple[int, CodeType] | None) -> bool:
     return frame is not None
 
 
-def is_left_on_purpose(frame: FrameType | None, loop: Collection[CodeType], *more: str) -> bool:
+def is_left_on_purpose(frame: FrameType | None, loop: Collection[CodeType]) -> bool:
     """Whether a loop was left by break or return, and not by an exception, where `frame` closes its generator.
 
     `loop` is what `drawn_by` gave; a frame that is not in it goes on after the loop's function has returned. Only a
-    frame's current instruction tells whether an exception is passing: those listed here, and those of `more`, drop the
-    generator and cannot raise. A generator around the loop's is at its `yield`, and is closed by its own loop.
+    frame's current instruction tells whether an exception is passing: those listed below drop the generator, and cannot
+    raise. A generator around the loop's is at its `yield`, and is closed by its own loop.
     """
     while frame is not None and frame.f_code in loop:
         instruction = opname[frame.f_code.co_code[frame.f_lasti]] if frame.f_lasti >= 0 else "RETURN"
         if not frame.f_code.co_flags & CO_GENERATOR or not instruction.startswith(("YIELD", "RESUME", "SEND")):
-            return instruction.startswith((*_DROPS, *more))
+            return instruction.startswith(_DROPS)
         frame = frame.f_back
     return True
 
 
 # How the instructions begin by which a frame drops an object, in CPython 3.10 to 3.14. Others with POP_, STORE_ and
-# DELETE_ ask an object, and may raise: POP_JUMP_IF_TRUE, STORE_SUBSCR.
+# DELETE_ ask an object, and may raise: POP_JUMP_IF_TRUE, STORE_SUBSCR. FOR_ITER is where the other iterable of a `zip`
+# has ended, or has raised, which this does not tell apart.
 _NAMED = [f"{verb}_{where}" for verb in ("STORE", "DELETE") for where in ("FAST", "NAME", "GLOBAL", "DEREF")]
-_DROPS = ("POP_TOP", "POP_ITER", "END_FOR", "RETURN", *_NAMED)
+_DROPS = ("POP_TOP", "POP_ITER", "FOR_ITER", "END_FOR", "RETURN", *_NAMED)

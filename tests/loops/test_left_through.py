@@ -98,6 +98,17 @@ def test_over_says_nothing_beside_an_exception(around):
     step.reset()
 
 
+def test_over_says_that_a_window_is_open_where_what_it_is_zipped_with_ends():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gradsync.accumulating(3)(lambda model, optimizer, x: mean_loss(model, x))
+    with pytest.warns(RuntimeWarning, match="left with a window open: 1 micro-batches"):
+        for _, x in zip(range(4), step.over([micro_batch(0, i) for i in range(9)])):
+            step(model, optimizer, x)
+    step.flush()
+    assert step.progress.updates == 2
+
+
 @pytest.mark.parametrize(("how", "held"), WAYS)
 @pytest.mark.parametrize("around", AROUND)
 def test_gradients_of_half_a_window_are_dropped_or_said(around, how, held):

@@ -161,6 +161,16 @@ def by_break_through_enumerate(items):
             break
 
 
+def by_the_end_of_what_it_is_zipped_with(items):
+    for _, _ in zip(range(2), items):
+        pass
+
+
+def by_the_end_of_what_comes_after_it(items):
+    for _, _ in zip(items, range(2)):
+        pass
+
+
 def by_break_of_the_inner_loop(items):
     for _ in range(1):
         for item in items:

@@ -70,11 +70,10 @@ class Turn:
     def leave(self, error: BaseException, frame: FrameType | None) -> None:
         """The loop is left. Gradients of half a window are its user's, to be dropped before the next begins.
 
-        An exception drops them; `frame` is the one that the loop is in. Where what it is zipped with has ended
-        (FOR_ITER), it is left on purpose.
+        An exception drops them; `frame` is the one that the loop is in.
         """
         run, is_end = self._run, isinstance(error, GeneratorExit)
-        if self._state in _BROKEN or not is_end or not is_left_on_purpose(frame, self._loop, "FOR_ITER"):
+        if self._state in _BROKEN or not is_end or not is_left_on_purpose(frame, self._loop):
             run.discard()
             return
         if run.index and not run.is_plain:
