@@ -252,7 +252,8 @@ class Calls:
         )
 
     def _warn(self, text: str) -> None:
-        if getattr(sys, "last_value", None) is None:  # no warning after an error that ended the program
+        # No warning after an error that ended the program; in a notebook, an error ends a cell only.
+        if getattr(sys, "last_value", None) is None or hasattr(sys, "ps1"):
             warnings.warn_explicit(text, RuntimeWarning, *self._place)
 
     def _drop_cut_off(self, models: Sequence[nn.Module]) -> None:

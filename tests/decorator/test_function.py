@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import pickle
+import sys
 import types
 import warnings
 import weakref
@@ -223,6 +224,24 @@ def test_a_function_whose_on_update_refers_to_it_is_freed():
     with pytest.warns(RuntimeWarning, match="ended with a window open: 1 of 2"):
         gc.collect()
     assert all(ref() is None for ref in refs)
+
+
+@pytest.mark.parametrize(("error", "notebook", "warns"), [(False, False, 1), (True, False, 0), (True, True, 1)])
+def test_a_window_that_is_left_open_is_warned_of_unless_an_error_ended_the_program(monkeypatch, error, notebook, warns):
+    """In a notebook an error ends its cell, and what was left open in a later one is still worth a word."""
+    gc.collect()
+    if error:
+        monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    if notebook:
+        monkeypatch.setattr(sys, "ps1", "In: ", raising=False)
+    step, model = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x)), small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer, micro_batch(0, 0))
+    with warnings.catch_warnings(record=True) as came:
+        warnings.simplefilter("always")
+        del step
+        gc.collect()
+    assert ["window open" in str(one.message) for one in came] == [True] * warns
 
 
 class Kinds:
