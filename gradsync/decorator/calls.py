@@ -96,10 +96,11 @@ class Calls:
         self._end_what_was_left("flush()")
         self._find_known(instance)
         if not self.every:
-            if self._num_waiting:
+            waiting = sum(state["index"] for state in self._loaded)
+            if waiting:
                 raise GradSyncError(
                     f"flush of {self.name} needs the models and optimizers of the window that was loaded, of "
-                    f"{self._num_waiting} micro-batches, but no call has brought them yet. Name them: "
+                    f"{waiting} micro-batches, but no call has brought them yet. Name them: "
                     "accumulating(..., model=..., optimizer=...), or call reset() to drop that window."
                 )
             nothing_here(f"flush of {self.name}")
@@ -160,11 +161,6 @@ class Calls:
             self._latest = every[latest]
         self._loaded, self._loaded_latest = states[len(every) :], None if every else latest
 
-    @property
-    def _num_waiting(self) -> int:
-        """How many micro-batches loaded windows hold that have had no call yet."""
-        return sum(state["index"] for state in self._loaded)
-
     def _insist_on_rest(self, what: str) -> None:
         """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
         if any(micro_batches.is_running for micro_batches in self.of_this_thread()):
@@ -212,9 +208,6 @@ class Calls:
         """Called at the end of the instance, the function or the program."""
         for micro_batches in self.every:
             self._warn_if_open(micro_batches)
-        if self._num_waiting:
-            self._warn_of(self._num_waiting, self.progress.size)
-            self._loaded.clear()
         for calls in [*self._of.values()]:
             calls.warn_if_open()
 
@@ -243,13 +236,11 @@ class Calls:
         index, is_warned = run.index, run.warned_of is run.window
         run.abandon()
         if not is_warned:
-            self._warn_of(index, micro_batches.record.now.size)
-
-    def _warn_of(self, index: int, size: int) -> None:
-        self._warn(
-            f"{self.name} ended with a window open: {index} of {size} micro-batches were accumulated and never used. "
-            f"Iterate with {self.name}.over(...), or call {self.name}.flush() when the data ends."
-        )
+            self._warn(
+                f"{self.name} ended with a window open: {index} of {micro_batches.record.now.size} "
+                f"micro-batches were accumulated and never used. Iterate with {self.name}.over(...), or call "
+                f"{self.name}.flush() when the data ends."
+            )
 
     def _warn(self, text: str) -> None:
         # No warning after an error that ended the program; in a notebook, an error ends a cell only.

@@ -226,8 +226,7 @@ class Overlapped(Updater, Transport):
             in_flight, arrived = leg.in_flight, False
             try:
                 with WaitingFor(leg.what):
-                    failures = leg.closing.failures
-                    failed = failures is not None and any(row[0] for row in failures.rows())
+                    failed = leg.closing.has_failed
                 with landing(in_flight), stepping():
                     arrived = True
                     self._arrived(leg)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from torch.nn.parallel import DistributedDataParallel
 
-    from gradsync.ranks.line import Line
+    from gradsync.ranks.tables import Tables
 
 # Seconds to sleep until lost reductions have ended. Nobody can wait for them, because torch keeps their futures to
 # itself, and one that ends late would write into the buckets of the next reduction. All ranks have begun them, so that
@@ -185,9 +185,9 @@ class DDPEngine(Engine):
         self._prepare(None)
         self._complete(self._reduced)
 
-    def reduce_together(self, line: Line) -> None:
+    def reduce_together(self, tables: Tables) -> None:
         known = self._reduced if self._fills_unused else ()
-        used = used_anywhere(known, line) if known else ()
+        used = used_anywhere(known, tables) if known else ()
         self.reduce()
         forget_unused(known, used)
 

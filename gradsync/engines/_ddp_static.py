@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
-    from gradsync.ranks.line import Line
+    from gradsync.ranks.tables import Tables
 
 _USED_HERE = "_gradsync_used_here"  # whether this rank used it in its very first micro-batch, by parameter
 _USED_ANYWHERE = "_gradsync_used_anywhere"  # on how many ranks that was so
@@ -129,8 +129,8 @@ class StaticEngine(DDPEngine):
             return None
         return GradSyncError(changed_message(*(names_of(self.named_parameters(), some) for some in (unused, new))))
 
-    def reduce_together(self, line: Line) -> None:
-        self.reduce(used_anywhere(self._reduced, line))
+    def reduce_together(self, tables: Tables) -> None:
+        self.reduce(used_anywhere(self._reduced, tables))
 
     def reduce(self, used: Sequence[object] | None = None) -> None:
         """Like every engine's. `used` has the parameters that ranks used, by default those of the first micro-batch."""

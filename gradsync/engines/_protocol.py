@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from gradsync._errors import GradSyncError
-    from gradsync.ranks.line import Line
+    from gradsync.ranks.tables import Tables
 
 
 class Carrier(NamedTuple):
@@ -168,8 +168,8 @@ class Engine:
         """Synchronise what is accumulated, without a backward. Other ranks may run an armed backward meanwhile."""
         raise NotImplementedError
 
-    def reduce_together(self, line: Line) -> None:  # noqa: ARG002 - for engines whose ranks must tell each other
-        """`reduce`, called by all ranks, which may tell each other over `line` what they have."""
+    def reduce_together(self, tables: Tables) -> None:  # noqa: ARG002 - for engines whose ranks must tell each other
+        """`reduce`, called by all ranks, which may tell each other over `tables` what they have."""
         self.reduce()
 
     def misuse(self) -> GradSyncError | None:

@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gradsync.ranks.line import Line
+    from gradsync.ranks.tables import Tables
 
 
-def used_anywhere(parameters: Sequence[nn.Parameter], line: Line) -> list[bool]:
+def used_anywhere(parameters: Sequence[nn.Parameter], tables: Tables) -> list[bool]:
     """Whether any rank has a gradient, by parameter. Collective."""
-    rows = line.send([float(parameter.grad is not None) for parameter in parameters]).rows()
+    rows = tables.send([float(parameter.grad is not None) for parameter in parameters]).rows()
     return [any(flags) for flags in zip(*rows, strict=True)]
 
 

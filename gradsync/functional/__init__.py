@@ -1,6 +1,6 @@
 """What the decorator and the iterator are made of, for people who build a third.
 
-    item -> Loop -> Run -> Window -> Place -> Share -> Line -> engines -> Closing -> update
+    item -> Loop -> Run -> Window -> Place -> Share -> Tables -> engines -> Closing -> update
 
 A `Run` opens one window after another, of a `Team`: the engines, ranks and parameters that take part. Each micro-batch
 has a `Place` in the open window. In the last place the rank's `Share` leaves as a row of a small table, the engines
@@ -65,7 +65,7 @@ from gradsync.functional._loop.items import length, with_last
 from gradsync.functional._loop.loop import Loop, StandIn
 from gradsync.functional._parts.in_parts import InParts
 from gradsync.functional._parts.rows_that_fit import rows_that_fit
-from gradsync.functional._team.by_hand import no_sync, sync_gradients
+from gradsync.functional._team.no_sync import no_sync, sync_gradients
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.grad_scaler import is_scaling
 from gradsync.functional._update.gradients import all_finite, clip, discard, norm, normalise
@@ -75,6 +75,7 @@ from gradsync.functional._window.boundary import Boundary, Held, Transport
 from gradsync.functional._window.closing import Closing, factor_of_update
 from gradsync.functional._window.driver import Run
 from gradsync.functional._window.gradient_watch import GradientWatch
+from gradsync.functional._window.share import Share
 from gradsync.functional._window.steps_and_tail import (
     Steps,
     Tail,
@@ -85,7 +86,6 @@ from gradsync.functional._window.steps_and_tail import (
     sizes,
     window_size,
 )
-from gradsync.functional._window.table import Share
 from gradsync.functional._window.window import Place, Role, Window, weigh
 
 __all__ = [

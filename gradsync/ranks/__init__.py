@@ -1,1 +1,1 @@
-"""Communication between ranks: words through the store (`meet`), numbers in a table once a window (`line`)."""
+"""Communication between ranks: words through the store (`meet`), numbers in a table once a window (`tables`)."""

@@ -1,4 +1,4 @@
-"""`meet`: ranks exchange words through the store. It is slow and rare; numbers go through `line`."""
+"""`meet`: ranks exchange words through the store. It is slow and rare; numbers go through `tables`."""
 
 from __future__ import annotations
 

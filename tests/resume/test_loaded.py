@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import warnings
 
 import pytest
 import torch
@@ -158,15 +156,3 @@ def test_flush_needs_the_participants_of_what_was_loaded() -> None:
     step.flush()
     [expected] = states(small_model(), [[(0, 0), (0, 1)]], window_mean)
     assert_equal_state(model.state_dict(), expected, 1e-12)
-
-
-def test_what_was_loaded_and_never_used_is_warned_of() -> None:
-    step = loaded()
-    for _ in step.over([]):
-        pass
-    gc.collect()  # functions of other tests
-    with warnings.catch_warnings(record=True) as came:
-        warnings.simplefilter("always")
-        del step
-        gc.collect()
-    assert ["2 of 4" in str(one.message) for one in came if "window open" in str(one.message)] == [True]

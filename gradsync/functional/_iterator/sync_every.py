@@ -13,7 +13,7 @@ from gradsync.functional._iterator.micro_step import MicroStep
 from gradsync.functional._iterator.turn import Turn
 from gradsync.functional._loop.items import length
 from gradsync.functional._loop.loop import Loop
-from gradsync.functional._team.by_hand import check_modules
+from gradsync.functional._team.no_sync import check_modules
 from gradsync.functional._window.driver import Run
 from gradsync.functional._window.steps_and_tail import Steps, Terms, Who
 from gradsync.functional._window.window import Place
@@ -85,7 +85,7 @@ def _endless(run: Run, who: Who) -> Generator[tuple[Place, None]]:
 def _over(run: Run, who: Who, iterable: Iterable[T]) -> Generator[tuple[Place, T]]:
     run.who, last = who, None
     loop = Loop("sync_every", length(iterable), lambda: [run])
-    loop.calls_once(run)
+    loop.expect_one_call(run)
     try:
         for item in loop.items(iterable):
             last = _kept(item)

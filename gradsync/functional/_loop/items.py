@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import TypeVar
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._window.table import PERHAPS, UNKNOWN
+from gradsync.functional._window.share import PERHAPS, UNKNOWN
 
 T = TypeVar("T")
 

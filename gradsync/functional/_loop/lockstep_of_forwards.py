@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 from gradsync.functional._loop.talk import Talk
 from gradsync.functional._window.driver import Run
+from gradsync.functional._window.share import NOBODY, PERHAPS, UNKNOWN, Share
 from gradsync.functional._window.steps_and_tail import ends_with_data
-from gradsync.functional._window.table import NOBODY, PERHAPS, UNKNOWN, Share
 from gradsync.functional._window.window import Window
 
 
@@ -44,7 +44,7 @@ def hear(talk: Talk, run: Run, size: float) -> Sequence[Share]:
     `size` is that of its window, 0 on a rank that does not know whose window that is.
     """
     if talk.planned is not None and run.window is not None:
-        return [Share(closing=float(run.key), left=float(talk.planned - run.index - 1))]
+        return [Share(run_key=float(run.key), left=float(talk.planned - run.index - 1))]
     asked, talk.asked = talk.asked, None
     shares = talk.answers(asked[1]) if asked is not None and asked[0] is run else []
     if not _is_enough(run, shares):
@@ -58,7 +58,7 @@ def _promise(talk: Talk, run: Run) -> Share:
     """What this rank can say of its next call before that begins."""
     once = talk.foresees(run)
     known = talk.data.num_known if once else 0
-    return Share(closing=float(run.key) if known else NOBODY, left=float(known > 1), once=float(once))
+    return Share(run_key=float(run.key) if known else NOBODY, left=float(known > 1), once=float(once))
 
 
 def _is_enough(run: Run, shares: Sequence[Share]) -> bool:
@@ -66,6 +66,6 @@ def _is_enough(run: Run, shares: Sequence[Share]) -> bool:
     window = run.window
     if window is None or (callable(run.terms.steps) and not window.index):
         return False  # other ranks may see another size: all tell it before they run
-    comes = all(share.once for share in shares) and any(share.closing != NOBODY for share in shares)
+    comes = all(share.once for share in shares) and any(share.run_key != NOBODY for share in shares)
     closes = window.index + 1 >= window.size or not ends_with_data(run.terms.tail)
     return comes and (closes or any(share.left for share in shares))

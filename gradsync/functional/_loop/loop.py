@@ -15,8 +15,8 @@ from gradsync.functional._loop.loop_exchange import LoopExchange
 from gradsync.functional._loop.meeting import beside, meet_without_call, one_loop
 from gradsync.functional._loop.talk import Talk
 from gradsync.functional._window.driver import Run
+from gradsync.functional._window.share import ASKS, NOBODY, Share, shares_in
 from gradsync.functional._window.steps_and_tail import ends_with_data
-from gradsync.functional._window.table import ASKS, NOBODY, Share
 from gradsync.functional._window.window import Place, Role
 from gradsync.ranks.lost import WaitingFor
 
@@ -70,7 +70,7 @@ class Loop(Talk):
         self.kept.clear()
         self._around.clear()
 
-    def calls_once(self, run: Run) -> None:
+    def expect_one_call(self, run: Run) -> None:
         """Declare that the run is called once for each item."""
         self.data.most[run] = 1
 
@@ -110,7 +110,7 @@ class Loop(Talk):
             alone.fitting_team()
             mine = self.exchange(alone).share(alone.window)
         sent = self.send(mine)
-        run = self.closing([Share.of(row) for row in sent.rows()])
+        run = self.run_to_close(shares_in(sent))
         if run is None:
             return None
         turn = self._last(run)
@@ -124,12 +124,12 @@ class Loop(Talk):
         if alone is not None and any(share.left for share in self.shares):
             size = self._place(alone, Role.MISSES).size  # opens a window if none is, and plans it, like the others
         shares = hear(self, self.called[0], size)
-        run = self.closing(shares)
+        run = self.run_to_close(shares)
         if run is None:
             if alone is not None and not alone.index:
                 alone.discard()  # what was opened for a window that did not come
             return None
-        if all(share.closing == NOBODY for share in shares):  # nobody runs it: a window that was left open closes
+        if all(share.run_key == NOBODY for share in shares):  # nobody runs it: a window that was left open closes
             return self._last(run)
         place = self._place(run, Role.REPEATS if run.fitting_team().forward_communicates else Role.MISSES)
         nobody_left = not any(share.left for share in shares) and ends_with_data(run.terms.tail)

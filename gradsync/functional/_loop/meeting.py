@@ -7,7 +7,7 @@ from gradsync._frames import is_running
 from gradsync._state import LOOPS
 from gradsync.functional._loop.talk import Talk
 from gradsync.functional._window.driver import Run
-from gradsync.functional._window.table import NOBODY, Share
+from gradsync.functional._window.share import NOBODY, Share
 from gradsync.ranks.meet import agreed, meet_with_data, nothing_here, ranks_where
 
 

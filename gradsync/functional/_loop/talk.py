@@ -12,11 +12,11 @@ from gradsync._errors import GradSyncError
 from gradsync.functional._loop.items import Data
 from gradsync.functional._team.team import Team
 from gradsync.functional._window.driver import Run
+from gradsync.functional._window.share import NOBODY, Share, shares_in
 from gradsync.functional._window.steps_and_tail import ends_with_data
-from gradsync.functional._window.table import NOBODY, Share
-from gradsync.ranks.line import Sent, device_of
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import ONE_FORWARD, agreed, ranks_where
+from gradsync.ranks.tables import Sent, device_of
 
 
 class Talk:
@@ -89,14 +89,14 @@ class Talk:
     def about(self, run: Run, share: Share) -> Share:
         """A share of this rank in a window of the run, with what it says of its data."""
         data = self.data
-        closing, opened = (NOBODY, self.first_open) if data.has_ended else (float(run.key), NOBODY)
-        return share._replace(closing=closing, open=opened, left=data.left(run), once=float(self.foresees(run)))
+        key, opened = (NOBODY, self.first_open) if data.has_ended else (float(run.key), NOBODY)
+        return share._replace(run_key=key, open=opened, left=data.left(run), once=float(self.foresees(run)))
 
     # -- tables -----------------------------------------------------------------------------------------------------
 
     def send(self, share: Share) -> Sent:
         """Send this rank's share, without waiting."""
-        return self.team.line.send(share.row())
+        return self.team.tables.send(share.row())
 
     def ask(self, share: Share) -> list[Share]:
         """Before a micro-batch whose forward communicates: what each rank says of it, and whether it has more."""
@@ -111,7 +111,7 @@ class Talk:
     def answers(self, sent: Sent) -> list[Share]:
         """What each rank said. Raises on every rank if they contradict each other."""
         with WaitingFor(lambda: f"the next micro-batch of {self.name}"):
-            shares = [Share.of(row) for row in sent.rows()]
+            shares = shares_in(sent)
         apart = ranks_where(bool(share.failed) for share in shares)
         if apart:
             raise GradSyncError(
@@ -126,18 +126,18 @@ class Talk:
         """Tell the other ranks of a run that is new to this loop, and whose team all ranks must make."""
         shares = self.shares
         # Where nobody has more, ranks whose data has ended have left the loop, and would not answer.
-        if any(share.left for share in shares) or all(share.closing != NOBODY for share in shares):
-            shares = self.ask(Share(closing=float(run.key), left=1.0))
-        if any(share.closing == NOBODY for share in shares):
+        if any(share.left for share in shares) or all(share.run_key != NOBODY for share in shares):
+            shares = self.ask(Share(run_key=float(run.key), left=1.0))
+        if any(share.run_key == NOBODY for share in shares):
             raise _not_known(self.name, shares)
 
-    def closing(self, shares: Sequence[Share]) -> Run | None:
+    def run_to_close(self, shares: Sequence[Share]) -> Run | None:
         """The run whose window closes next, or whose call it is; None if all ranks have ended and none is open."""
-        closing = max(share.closing for share in shares)
+        named = max(share.run_key for share in shares)
         opened = [share.open for share in shares if share.open != NOBODY]
-        if closing == NOBODY and not opened:
+        if named == NOBODY and not opened:
             return None
-        key = min(opened) if closing == NOBODY else closing
+        key = min(opened) if named == NOBODY else named
         run = next((run for run in self.known if run.key == key), None)
         if run is None:
             raise _not_known(self.name, shares)
@@ -145,17 +145,17 @@ class Talk:
 
     def check_same(self, shares: Sequence[Share]) -> None:
         """Raise on every rank if the ranks close windows of different runs."""
-        closing = [(rank, int(share.closing)) for rank, share in enumerate(shares) if share.closing != NOBODY]
-        if len({key for _, key in closing}) > 1:
+        named = [(rank, int(share.run_key)) for rank, share in enumerate(shares) if share.run_key != NOBODY]
+        if len({key for _, key in named}) > 1:
             raise GradSyncError(
                 f"All ranks must come to the same windows of {self.name} in the same order, but "
-                + ", ".join(f"rank {rank} is at number {key}" for rank, key in closing)
+                + ", ".join(f"rank {rank} is at number {key}" for rank, key in named)
                 + " of those that the loop calls. Call the functions in one order on all ranks."
             )
 
 
 def _not_known(name: str, shares: Sequence[Share]) -> GradSyncError:
-    absent = ranks_where(share.closing == NOBODY for share in shares)
+    absent = ranks_where(share.run_key == NOBODY for share in shares)
     return GradSyncError(
         f"Every rank needs an item for each function, model and optimizer that is called in {name}, but rank "
         f"{absent} had run out when the first window of one of them was opened, and does not know it. Give each "
@@ -165,7 +165,7 @@ def _not_known(name: str, shares: Sequence[Share]) -> GradSyncError:
 
 def _twins_differ(group: dist.ProcessGroup, share: Share, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """1 if ranks that run a forward together (tensor parallelism) say different things, else 0; no host wait."""
-    said = (share.left > 0, share.closing != NOBODY, share.once > 0)
+    said = (share.left > 0, share.run_key != NOBODY, share.once > 0)
     device = device_of(group, parameters)
     alike = torch.stack([torch.full((), float(one), device=device) for one in said])
     dist.all_reduce(alike, group=group)

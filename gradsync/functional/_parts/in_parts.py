@@ -112,8 +112,7 @@ class _BackwardOfWindow(Backward):
     def _begin(self, tensor: torch.Tensor, loss: torch.Tensor | LossSum) -> None:
         self._first = None  # the ranks must not begin twice
         self._begun = self._run.begin(self._place, loss).__enter__()
-        for engine in self._begun.order.armed:
-            engine.arm(tensor)
+        self._begun.order.arm(tensor)
 
     def held(self) -> ExitStack:
         stack = ExitStack()

@@ -11,8 +11,8 @@ from torch import nn
 from gradsync._errors import GradSyncError
 from gradsync._loss import find_loss, tensor_of
 from gradsync.engines import Engine, find
-from gradsync.functional._team.by_hand import check_modules
 from gradsync.functional._team.hold import Hold
+from gradsync.functional._team.no_sync import check_modules
 from gradsync.parts.before import Before, ForwardState
 from gradsync.parts.out_of_memory import free, is_out_of_memory, let_go
 from gradsync.parts.peak import Meter, Took, is_room, meter_of

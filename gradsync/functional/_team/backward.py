@@ -47,6 +47,11 @@ class Order(NamedTuple):
         """The same where this rank runs no backward, while other ranks may run theirs."""
         return HELD if self is HELD else Order(after=self.again or (*self.armed, *self.after), asked=self.asked)
 
+    def arm(self, loss: torch.Tensor | None) -> None:
+        """Before the backward of a loss: get ready to synchronise in it. None: it is the user's own, and runs."""
+        for engine in self.armed:
+            engine.arm(loss)
+
     def complete(self) -> None:
         """After the backward: synchronise what it has not. Without one, synchronise all."""
         wrong = _misuses(self.asked)
@@ -89,12 +94,11 @@ RunBackward: TypeAlias = Callable[[torch.Tensor], object]
 def backward(
     loss: torch.Tensor, order: Order, seed: torch.Tensor | None = None, run: RunBackward | None = None
 ) -> None:
-    """Run the backward of `loss` inside a `Hold`; the first engines of `order` synchronise in it. Call its `end` then.
+    """Run the backward of `loss` inside a `Hold`; the armed engines of `order` synchronise in it. `complete` follows.
 
     `seed` is the gradient to begin with, 1 by default; `run` runs the backward, `loss.backward` by default.
     """
-    for engine in order.armed:
-        engine.arm(loss)
+    order.arm(loss)
     if run is not None:
         _insist(run, loss if seed is None else loss * seed)
     elif seed is None or _RUN is None or type(loss) is not torch.Tensor:

@@ -63,7 +63,7 @@ class Bystanders:
         self.engines = engines
 
     def __bool__(self) -> bool:
-        return bool(self._parameters)
+        return bool(self._parameters or self.engines)
 
     @property
     def forward_communicates(self) -> bool:

@@ -23,9 +23,9 @@ from gradsync.functional._update.gradients import discard, is_there
 from gradsync.functional._update.optimizers import owned
 from gradsync.functional._update.profiler_ranges import both
 from gradsync.ranks.group import require_group
-from gradsync.ranks.line import Line
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import insist, meet
+from gradsync.ranks.tables import Tables
 
 
 class Team:
@@ -78,8 +78,8 @@ class Team:
         # The largest first: it synchronises while the backward runs, the others after it.
         self.engines = engines if any(communicates) else sorted(engines, key=_num_elements, reverse=True)
         self.group: dist.ProcessGroup | None = engines[0].group if engines else None
-        self.line = Line(self.group, self.parameters)
-        self.num_ranks, self.rank = self.line.num_ranks, self.line.rank
+        self.tables = Tables(self.group, self.parameters)
+        self.num_ranks, self.rank = self.tables.num_ranks, self.tables.rank
         self.twins = [group for engine in engines for group in engine.twins]
         self.hold = Hold([*engines, bystanders] if bystanders else engines, sync)
         self.forward_communicates = any(communicates) or bystanders.forward_communicates

@@ -19,17 +19,17 @@ from gradsync.functional._team.backward import HELD, Order
 from gradsync.functional._team.team import Team
 from gradsync.functional._window.closing import Closing, factor_of
 from gradsync.functional._window.exchange import Exchange
+from gradsync.functional._window.share import SUMS, Share
 from gradsync.functional._window.steps_and_tail import Terms
-from gradsync.functional._window.table import SUMS, Share
 from gradsync.functional._window.window import Window
-from gradsync.ranks.line import Sent
 from gradsync.ranks.lost import WaitingFor, is_lost, lost
+from gradsync.ranks.tables import Sent
 
 
 class Transport:
     """How the gradients of a run's windows travel to the other ranks: here, the engines' own way."""
 
-    #: Whether a window closes before its gradients have arrived. Then nothing else may be sent behind them.
+    #: Whether a window closes before its gradients have arrived. Then nothing waits for what was sent behind them.
     closes_before = False
 
     def check(self, team: Team) -> None:
@@ -149,16 +149,14 @@ class Boundary:
         self._share_buffers()
         if not self._terms.skip or team.num_ranks == 1:
             return closing
-        failures = team.line.send([float(window.failed or self._failed)])
-        if self._transport.closes_before:
-            return closing._replace(failures=failures)
-        return closing.without() if any(row[0] for row in failures.rows()) else closing
+        closing = closing._replace(failures=team.tables.send([float(window.failed or self._failed)]))
+        return closing if self._transport.closes_before or not closing.has_failed else closing.without()
 
     def _send(self) -> None:
         window = self._window
         if window.team.num_ranks == 1:
             return
-        self._due = self._exchange.due
+        self._due = self._exchange.due()
         self._sent = window.heard if window.heard is not None else self._exchange.send(window)
         if self._transport.closes_before:
             source = 0 if self._lowest_is_due else self._source()
@@ -211,8 +209,7 @@ class Joined:
         self._done = done
         self._waits = False  # whether all gradients are there, so that it can only wait for other ranks
         self._has_ended = False
-        for engine in passage.order.armed:
-            engine.arm(None)
+        passage.order.arm(None)
         # Queued twice: the reducer queues its own callback when its last bucket leaves, and ours must come after it.
         Variable._execution_engine.queue_callback(self._arrived)
 

@@ -10,10 +10,10 @@ import torch
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import Count
+from gradsync.functional._window.share import IN_WORDS, NOBODY, PLAIN, SUMS, Share, sum_of_losses
 from gradsync.functional._window.steps_and_tail import Tail, correction
-from gradsync.functional._window.table import IN_WORDS, NOBODY, PLAIN, SUMS, Share, sum_of_losses
-from gradsync.ranks.line import Sent
 from gradsync.ranks.meet import agreed, ranks_where
+from gradsync.ranks.tables import Sent
 
 
 class Closing(NamedTuple):
@@ -30,6 +30,11 @@ class Closing(NamedTuple):
     own_losses: Sequence[torch.Tensor]  # of this rank's micro-batches
     own_counts: Count  # what they were sums over, exactly
     failures: Sent | None = None  # flags of ranks that failed after the table, not read yet
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank failed after the table. Waits for what the ranks have said of that."""
+        return self.failures is not None and any(row[0] for row in self.failures.rows())
 
     def without(self) -> Closing:
         """The same, with nothing to average: a rank failed after the table."""

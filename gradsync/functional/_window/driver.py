@@ -20,8 +20,8 @@ from gradsync.functional._update.profiler_ranges import both, named_range
 from gradsync.functional._window.boundary import Boundary, Held, Joined, Passage, Transport
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.exchange import Exchange, Exchanges, compare_sizes, meet_at_flush
+from gradsync.functional._window.share import PLAIN
 from gradsync.functional._window.steps_and_tail import Terms, Who, window_size
-from gradsync.functional._window.table import PLAIN
 from gradsync.functional._window.window import RUNS, Place, Role, Window, insist_on_one_window, land, weigh
 
 
@@ -80,10 +80,9 @@ class Run:
         goes_on = self.window is not None
         self.who = who
         self._exchange = exchange = self._alone if loop is None else loop.exchange(self)
-        ends = exchange.enter(self)
-        window = self.window
-        assert window is not None, "opened by now"
-        last = ends or window.index + 1 >= window.size
+        exchange.begin()
+        window = self._opened()
+        last = exchange.ends(window) or window.index + 1 >= window.size
         place = Place(window.number, window.index, window.size, last)
         if goes_on and window.team.holds_inside:
             self.insist_on_same(place)  # a forward of other parameters could wait for the other ranks, or fail
@@ -103,10 +102,8 @@ class Run:
 
     def stand_in(self, exchange: Exchange, role: Role) -> Place:
         """The place of this rank in a window of the other ranks, after its own data has ended."""
-        self._exchange, window = exchange, self.window
-        if window is None:
-            window = self.open(self.fitting_team())
-            exchange.plan(window)
+        self._exchange = exchange
+        window = self._opened()
         return Place(window.number, window.index, window.size, last=False, role=role)
 
     def holding(self, place: Place) -> AbstractContextManager[Any]:
@@ -273,7 +270,7 @@ class Run:
         self._exchange, self._agreed = self._alone, False
         team = self.fitting_team()
         window = self.window or self.open(team)
-        window.heard = team.line.send(window.share()._replace(closing=float(self.key)).row())
+        window.heard = team.tables.send(window.share().row())
         place = Place(window.number, window.index, window.size, last=True, role=Role.MISSES)
         with self.holding(place):
             return self.miss(place)
@@ -291,6 +288,14 @@ class Run:
         self.number, self._num_dropped = number, num_dropped
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _opened(self) -> Window:
+        """The open window; one is opened if none is."""
+        window = self.window
+        if window is None:
+            window = self.open(self.fitting_team())
+            self._exchange.plan(window)
+        return window
 
     def _passage(self, window: Window, place: Place, order: Order) -> Passage:
         if place.last:

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 from gradsync._errors import GradSyncError
 from gradsync.functional._team.team import Team
+from gradsync.functional._window.share import IN_WORDS, PLAIN, SUMS, Share, shares_in
 from gradsync.functional._window.steps_and_tail import Terms
-from gradsync.functional._window.table import IN_WORDS, PLAIN, SUMS, Share
 from gradsync.functional._window.window import Window
-from gradsync.ranks.line import Sent
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import agreed, insist, meet
+from gradsync.ranks.tables import Sent
 
 
 class Exchange:
@@ -22,8 +22,6 @@ class Exchange:
     differ. In `.over` and in `sync_every` over an iterable, that of `_loop/loop_exchange.py` takes its place.
     """
 
-    #: For each rank, whether a micro-batch of it is expected in the window that closes next. Empty: of every rank.
-    due: Sequence[bool] = ()
     #: Whether this is a loop, whose data ends.
     has_an_end = False
 
@@ -31,16 +29,20 @@ class Exchange:
         self._terms = terms
         self._always = bool(terms.skip) or callable(terms.steps)  # whether a table is sent for each window
 
-    def enter(self, run: Any) -> bool:
-        """Called when a call begins. Opens a window if none is open; returns whether the data ends with this call."""
-        if run.window is None:
-            self.plan(run.open(run.fitting_team()))
+    def begin(self) -> None:
+        """Called when a call begins, before it opens a window."""
+
+    def ends(self, window: Window) -> bool:  # noqa: ARG002 - for loops
+        """Whether the data ends with the call that begins, and its window with it."""
         return False
 
     def plan(self, window: Window) -> None:
-        """Called when a call opens a window. Where forwards communicate, other sizes on other ranks would hang."""
+        """Called when a window opens: its size is sent where another one elsewhere would make forwards wait.
+
+        `compare_sizes` reads the answer before the window's first backward.
+        """
         if window.team.lockstep and (window.team.is_new or callable(self._terms.steps)):
-            window.sizes = window.team.line.send([float(window.size)])
+            window.sizes = window.team.tables.send([float(window.size)])
 
     def send(self, window: Window) -> Sent | None:
         """Send this rank's share, without waiting; None where no table is needed.
@@ -49,7 +51,7 @@ class Exchange:
         """
         self.agree(window)
         if self._always or window.kind == SUMS or window.num_own < window.size:
-            return window.team.line.send(window.share().row())
+            return window.team.tables.send(window.share().row())
         if window.kind != PLAIN and window.num_micro_batches != window.size:
             raise GradSyncError(
                 f"Each rank must run {window.size} backwards in a window of {window.team.name}, because a loop without "
@@ -60,7 +62,11 @@ class Exchange:
 
     def shares(self, window: Window, sent: Sent | None) -> list[Share]:
         """The shares of all ranks. Waits for what was sent, and for nothing else."""
-        return alike(window) if sent is None else [Share.of(row) for row in sent.rows()]
+        return alike(window) if sent is None else shares_in(sent)
+
+    def due(self) -> Sequence[bool]:
+        """For each rank, whether a micro-batch of it is expected in the window that closes. Empty: of every rank."""
+        return ()
 
     def agree(self, window: Window) -> None:
         """Before a team's first synchronisation: compare what would make ranks wait forever if it differed."""

@@ -17,9 +17,9 @@ from gradsync._state import OPEN, TRAVELLING
 from gradsync.engines import Engine
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.grad_scaler import Scale, is_scaling
-from gradsync.functional._window.table import MEANS, NOTHING, SUMS, Share
-from gradsync.ranks.line import Sent
+from gradsync.functional._window.share import MEANS, NOTHING, SUMS, Share
 from gradsync.ranks.lost import cannot_be_skipped
+from gradsync.ranks.tables import Sent
 
 
 class Role(Enum):

@@ -1,4 +1,4 @@
-"""`Line`: a small table that the ranks exchange. Each rank fills its own row, and an all-reduce adds the tables up.
+"""`Tables`: a small table that the ranks exchange. Each rank fills its own row, and an all-reduce adds the tables up.
 
 The table is float64, so that whole numbers below 2**53 arrive exactly. On a device it is copied to the host on a stream
 of its own: to wait for it is never to wait for a backward that was launched after it.
@@ -21,7 +21,7 @@ Row = list["float | torch.Tensor"]
 _BEFORE_THE_WATCHDOG = 0.9  # of the group's time-out: after it, nccl's watchdog ends the process without a Python error
 
 
-class Line:
+class Tables:
     """Exchanges tables between the ranks of one group."""
 
     __slots__ = ("_device", "_group", "_is_slow", "_stream", "num_ranks", "rank")

@@ -78,4 +78,4 @@ def sync_gradients(*models: nn.Module) -> None:
         team = Team("sync_gradients", modules)
         for engine in team.engines:
             if engine.trainable():
-                engine.reduce_together(team.line)
+                engine.reduce_together(team.tables)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from gradsync._loss import widest
+from gradsync.ranks.tables import Sent
 
 NOTHING, MEANS, SUMS, PLAIN = 0.0, 1.0, 2.0, 3.0  # the kinds of losses
 IN_WORDS = {NOTHING: None, MEANS: "a mean", SUMS: "a LossSum", PLAIN: "a plain backward"}
@@ -31,7 +32,7 @@ class Share(NamedTuple):
     loss: float | torch.Tensor | Sequence[torch.Tensor] = 0.0  # the sum of its losses, or those to be summed
     # 1 if a backward failed: all ranks drop the window. In a question, if tensor-parallel ranks contradict each other.
     failed: float | torch.Tensor = 0.0
-    closing: float = NOBODY  # the key of the run whose window it closes
+    run_key: float = NOBODY  # of the run whose window closes or, in a question, that is called
     open: float = NOBODY  # the key of the first run of the loop with an open window here
     left: float = 0.0  # items still to come, or UNKNOWN, PERHAPS, ASKS
     once: float = 0.0  # 1 if its loop has called once for each item so far
@@ -58,8 +59,13 @@ class Share(NamedTuple):
         return 0 < self.size <= self.num_calls
 
 
+def shares_in(sent: Sent) -> list[Share]:
+    """The shares of all ranks, in a table that was sent. Waits for it."""
+    return [Share.of(row) for row in sent.rows()]
+
+
 def sum_of_losses(loss: float | torch.Tensor | Sequence[torch.Tensor]) -> float | torch.Tensor:
-    """The losses are added up when this is read, which most windows never are; in float64, where the device has it."""
+    """The sum of losses, in float64 where the device has it. Most windows never read it, and so it is made late."""
     if isinstance(loss, int | float | torch.Tensor):
         return loss
     return torch.stack([one.reshape(()) for one in loss]).sum(dtype=widest(loss[0])) if loss else 0.0
