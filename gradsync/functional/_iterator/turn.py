@@ -13,8 +13,8 @@ import torch
 from gradsync._errors import GradSyncError
 from gradsync._frames import drawn_by, is_left_on_purpose
 from gradsync._step_hook import watch_steps
+from gradsync.functional._iterator.plain_backward import Arrivals, PlainBackward
 from gradsync.functional._iterator.users_gradients import check_step, insist_on_none_inside, insist_on_none_left, mark
-from gradsync.functional._team.hooks import Arrivals, PlainBackward
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.gradients import normalise
 from gradsync.functional._update.optimizers import owned

@@ -1,10 +1,12 @@
-"""`Hold`: inside, engines keep the gradients of backwards local. `Bystanders`: models that are not trained."""
+"""What becomes of gradients: kept local (`Hold`), not made (`Bystanders`), made zeros (`weightless`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from gradsync._state import SWITCHING
@@ -100,3 +102,18 @@ class Bystanders:
         for engine, flag in zip(self.engines, flags, strict=True):
             engine.restore(flag)
             engine.ungather()
+
+
+@contextmanager
+def weightless(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A context in which gradients are replaced by zeros, which `loss * 0` would not do for an inf or a NaN."""
+    handles = [leaf.register_hook(_zeros) for leaf in leaves if leaf.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else torch.zeros_like(gradient)

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import attach, find, is_compiled, ungather
+from gradsync.functional._team.hidden_engine import HiddenEngineWatch
 from gradsync.functional._team.hold import Bystanders, Hold
-from gradsync.functional._team.hooks import HiddenEngineWatch
 from gradsync.functional._team.snapshot import Snapshot
 from gradsync.functional._update.gradients import discard, is_there
 from gradsync.functional._update.optimizers import owned

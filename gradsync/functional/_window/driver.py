@@ -13,7 +13,7 @@ from torch.autograd import profiler
 from gradsync._loss import LossSum, check_loss, no_gradient
 from gradsync._state import OPEN
 from gradsync.functional._team.backward import HELD, Order, RunBackward, backward
-from gradsync.functional._team.hooks import weightless
+from gradsync.functional._team.hold import weightless
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.optimizers import owned
 from gradsync.functional._update.profiler_ranges import both, named_range

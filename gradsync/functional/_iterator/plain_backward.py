@@ -1,21 +1,16 @@
-"""Hooks: at parameters, for a backward of the user's own and for replays; at forwards, for an engine out of sight."""
+"""Hooks at the parameters, which notice a backward that the user runs: `Arrivals` after it, `PlainBackward` before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
-from gradsync._errors import GradSyncError
 from gradsync._state import SILENT
-from gradsync.engines import is_engine
 
 
 class Arrivals:
@@ -79,48 +74,3 @@ class PlainBackward:
 
 # A context in which parameters of lazy modules (on one rank) take hooks before they have a shape, and keep them.
 _also_lazy = torch._C.DisableTorchFunctionSubclass
-
-
-@contextmanager
-def weightless(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """A context in which gradients are replaced by zeros, which `loss * 0` would not do for an inf or a NaN."""
-    handles = [leaf.register_hook(_zeros) for leaf in leaves if leaf.requires_grad]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return None if gradient is None else torch.zeros_like(gradient)
-
-
-class HiddenEngineWatch:
-    """Context manager: inside, the forward of a wrapper that is not among the models, but has their parameters, raises.
-
-    It would synchronise beside the team's own engine, and where ranks differ, while others do something else.
-    """
-
-    def __init__(self, name: str, models: Iterable[nn.Module], ids: Collection[int]) -> None:
-        """`ids` has the ids of the parameters that are trained."""
-        self._name = name
-        self._known = {id(module) for model in models for module in model.modules()}
-        self._ids = ids
-
-    def __enter__(self) -> None:
-        self._hook = register_module_forward_pre_hook(self._see)  # of all modules: the body may call any
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-
-    def _see(self, module: nn.Module, _: Any) -> None:
-        if not is_engine(type(module)) or id(module) in self._known:
-            return
-        if any(id(parameter) in self._ids for parameter in module.parameters()):
-            kind = type(module).__name__
-            raise GradSyncError(
-                f"A model on a {kind} must come to {self._name} as that {kind}, but the module inside it came, and the "
-                f"body calls the {kind}: both would synchronise. Pass the {kind}, as an argument or by model=, or call "
-                "the module that came."
-            )
