@@ -3,8 +3,8 @@
 Where lengths are known, that is planned when a window opens. Where not, the ranks ask each other (a table), one
 micro-batch ahead if they can: the answer to a question is queued on the device behind the backward that runs. So the
 question about micro-batch k + 1 is sent before the forward of k. When the host reads the answer, the device still has k
-to do. A rank can answer for its next micro-batch if its loop has made one call for each item so far, and if it has
-drawn two items beyond the current one.
+to do. A rank can answer for its next micro-batch if its loop has made one call for each item so far. It draws two items
+beyond the current one, where their number is not known: whether the next is the last is part of the answer.
 
 An answer given ahead is a promise, and may be broken: the loop's body may pass over an item, or call twice for it. If a
 promised micro-batch does not come, that rank repeats its last. "I have no more" is never trusted ahead: the ranks ask

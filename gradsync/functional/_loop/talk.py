@@ -1,4 +1,4 @@
-"""`Talk`: what a rank knows of a loop, and the tables by which ranks tell each other. A run's key names its window."""
+"""`Talk`: what a rank knows of a loop, and the tables by which ranks tell each other. They name runs by their keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Talk:
         self.runs = runs
         self.called: list[Run] = []  # in the order of their first call; the first one's team is that of the tables
         self.lengths: Sequence[int | None] = [data.length]  # of all ranks' data, once they have met
-        self.shares: Sequence[Share] = ()  # what the ranks said last
+        # What the ranks said as they met, or at the last boundary. A plan uses up how many items are left.
+        self.shares: Sequence[Share] = ()
         self.driver: tuple[int, CodeType] | None = None  # the function call that draws the items
         # Where forwards communicate:
         self.planned: int | None = None  # calls in the open window; None where the ranks must ask

@@ -1,4 +1,4 @@
-"""`no_sync` and `sync_gradients`, for loops by hand: the decorator and the iterator do not use them."""
+"""`no_sync` and `sync_gradients`, for loops by hand: the decorator and the iterator do not use these two."""
 
 from __future__ import annotations
 

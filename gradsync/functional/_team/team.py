@@ -31,8 +31,8 @@ from gradsync.ranks.tables import Tables
 class Team:
     """The engines, ranks and parameters of windows. `fits` says whether they are still those of the models.
 
-    All parameters of `models` and of `optimizers` are in it. A model none of whose parameters belong to the optimizers
-    is a bystander: it is held, and never synchronised. Without optimizers, all models are trained.
+    All parameters of the trained `models` and of `optimizers` are in it. A model none of whose parameters belong to the
+    optimizers is a bystander: it is held, and never synchronised. Without optimizers, all models are trained.
 
     To make a team is collective on several ranks: what is in no engine gets DDP behind it.
     """

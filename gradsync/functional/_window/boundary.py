@@ -163,7 +163,7 @@ class Boundary:
             self._arrivals = [engine.send_buffers(source) for engine in window.active]
 
     def _hear(self) -> Sequence[Share]:
-        """The shares of all ranks. Waits for the table, and for nothing else."""
+        """The shares of all ranks. Waits for tables, and for no backward."""
         if self._shares is None:
             self._shares = self._exchange.shares(self._window, self._sent)
         return self._shares

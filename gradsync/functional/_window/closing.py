@@ -26,7 +26,7 @@ class Closing(NamedTuple):
     shares: tuple[Share, ...]
     rank: int
     factor: float | None
-    was_sent: bool  # whether the shares were sent, not inferred from this rank's own
+    was_sent: bool  # whether the shares are what each rank said, not inferred from this rank's own
     own_losses: Sequence[torch.Tensor]  # of this rank's micro-batches
     own_counts: Count  # what they were sums over, exactly
     failures: Sent | None = None  # flags of ranks that failed after the table, not read yet

@@ -58,7 +58,7 @@ class Run:
 
     @property
     def index(self) -> int:
-        """How many calls the open window has had; 0 where none is open."""
+        """How many places the open window has had, repeated ones too; 0 where none is open."""
         return 0 if self.window is None else self.window.index
 
     @property
@@ -245,7 +245,7 @@ class Run:
         OPEN.discard(self)
 
     def leave_loop(self) -> None:
-        """The loop that it was called in is over: a call outside is to come, or one in another loop."""
+        """The loop that it was called in is over: let go of it."""
         self._exchange = self._alone
 
     def forget_team(self) -> None:

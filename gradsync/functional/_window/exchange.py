@@ -61,7 +61,7 @@ class Exchange:
         return None
 
     def shares(self, window: Window, sent: Sent | None) -> list[Share]:
-        """The shares of all ranks. Waits for what was sent, and for nothing else."""
+        """The shares of all ranks. Waits for what was sent, or for its own count on a device; for no backward."""
         return alike(window) if sent is None else shares_in(sent)
 
     def due(self) -> Sequence[bool]:

@@ -18,7 +18,7 @@ class GradientWatch:
     """Compares the gradients of a window with what its last micro-batch has left.
 
     A backward may reach one layer only: each gradient is looked at, a fifth of a us for each. Those that engines keep
-    inside are not.
+    inside are counted before a window's first micro-batch only.
     """
 
     __slots__ = ("_left", "_watched", "team")
