@@ -44,7 +44,7 @@ class MicroBatches:
         self.thread: int | None = None  # of the last call
         self.body = Body(self.run)
         self.record = Record(self.run, settings.on_update, reference(instance))
-        if settings.compress is not None:
+        if settings.compress is not None and not settings.overlap:  # which compresses by itself
             self.run.transport = Compressed()
         self.updater = (Overlapped if settings.overlap else Updater)(self.run, settings, self.record)
         self._in_parts = None if settings.fit is False else InParts(settings.fit, name)
