@@ -6,7 +6,7 @@ Private in torch: `_delay_all_reduce_params`, `_module_parameters`, `_get_ddp_lo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -42,10 +42,9 @@ class Joint(torch.autograd.Function):
 
 
 def joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """A scalar that joins these parameters, in one call for all: a fifth of a us for each."""
+    """A scalar that joins these parameters, in one call for all: a third of a us for each."""
     with torch.enable_grad():
-        # `Joint.apply` would look in each for a wrapper of functorch's, which takes as long again.
-        return super(torch.autograd.Function, Joint).apply(*parameters)  # type: ignore[no-untyped-call]
+        return cast("torch.Tensor", Joint.apply(*parameters))  # type: ignore[no-untyped-call]
 
 
 def check(ddp: DistributedDataParallel) -> None:
