@@ -103,8 +103,8 @@ def likeness(parameter: nn.Parameter) -> tuple[Any, ...]:
 
 def nodes_of(parameters: Sequence[nn.Parameter]) -> tuple[Any, ...]:
     """The nodes in which autograd accumulates each gradient; None for a frozen parameter."""
-    joint = joined(parameters).grad_fn
-    return tuple(node for node, _ in joint.next_functions) if joint is not None else ()
+    joint = joined(parameters)  # kept until its node has been read, which torch 2.9 needs
+    return tuple(node for node, _ in joint.grad_fn.next_functions) if joint.grad_fn is not None else ()
 
 
 def own_names(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
