@@ -98,7 +98,8 @@ class Turn:
 
     def __exit__(self, *_: object) -> None:
         self._place = None
-        self._stop_plain()
+        if self._plain is not None:
+            self._stop_plain()
         if self._over is not None and self._over():
             # The user's backward raised torch's error; an iterator cannot replace it, but can warn beside it.
             warnings.warn(waited(self._run.what()), RuntimeWarning, stacklevel=3)
@@ -155,7 +156,8 @@ class Turn:
         if not self._is_explicit and run.is_plain:
             raise _mixed(place)
         self._is_explicit = True
-        self._stop_plain()
+        if self._plain is not None:
+            self._stop_plain()
         if not place.index:
             self._older = insist_on_none_left(run.fitting_team())
             if self._gradients.appeared():
@@ -222,9 +224,9 @@ class Turn:
         self._closing = closing
 
     def _stop_plain(self) -> None:
-        if self._plain is not None:
-            self._plain.stop()
-            self._plain = None
+        assert self._plain is not None, "asked before, for most turns have none"
+        self._plain.stop()
+        self._plain = None
 
     def before_step(self, optimizer: Any) -> None:
         """Called before any optimizer steps."""

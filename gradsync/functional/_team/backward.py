@@ -98,7 +98,8 @@ def backward(
 
     `seed` is the gradient to begin with, 1 by default; `run` runs the backward, `loss.backward` by default.
     """
-    order.arm(loss)
+    if order.armed:
+        order.arm(loss)
     if run is not None:
         _insist(run, loss if seed is None else loss * seed)
     elif seed is None or _RUN is None or type(loss) is not torch.Tensor:

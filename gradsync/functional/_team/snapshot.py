@@ -21,7 +21,9 @@ from gradsync.ranks.group import several_ranks
 Gathered: TypeAlias = Mapping[torch.Tensor, nn.Parameter]
 
 NOTHING: Gathered = MappingProxyType({})
-_Parameters: TypeAlias = Collection[nn.Parameter | None]
+_Parameters: TypeAlias = Mapping[str, nn.Parameter | None]
+
+_PARAMETERS, _CHILDREN = attrgetter("_parameters"), attrgetter("_modules")  # for `map`, which is faster than a loop
 
 
 # What an engine minds of a parameter: of one that is trained, and of a bystander's.
@@ -52,7 +54,7 @@ class Snapshot:
         """
         every = [module for model in models for module in model.modules()]
         theirs = _parameters_of(every, gathered)
-        found = dict.fromkeys(one for parameters in theirs for one in parameters if one is not None)
+        found = dict.fromkeys(one for parameters in theirs for one in parameters.values() if one is not None)
         mine = owned(optimizers)
         both = dict.fromkeys((*found, *mine))
         self._ids = ids
@@ -128,25 +130,25 @@ class Snapshot:
 
 def _inside(every: Sequence[nn.Module], theirs: Sequence[_Parameters]) -> list[list[int]]:
     """The ids of the modules' parameters and children, and how many of both each has. Flat lists are made faster."""
-    children = [module._modules.values() for module in every]
+    children = [*map(_CHILDREN, every)]
     return [
-        [id(one) for parameters in theirs for one in parameters],
-        [id(one) for modules in children for one in modules],
+        [id(one) for parameters in theirs for one in parameters.values()],
+        [id(one) for modules in children for one in modules.values()],
         [*map(len, theirs)],
         [*map(len, children)],
     ]
 
 
 def _parameters_of(every: Sequence[nn.Module], gathered: Gathered) -> list[_Parameters]:
-    """The parameters of each module."""
+    """The parameters of each module, by name."""
     if not gathered:
-        return [module._parameters.values() for module in every]
+        return [*map(_PARAMETERS, every)]
     found: list[_Parameters] = []
     for module in every:
         own = {name: p if p is None else gathered.get(p, p) for name, p in module._parameters.items()}
         beside = ((name, one) for name, one in vars(module).items() if isinstance(one, torch.Tensor))
         own.update((name, gathered[one]) for name, one in beside if one in gathered)
-        found.append(own.values())
+        found.append(own)
     return found
 
 

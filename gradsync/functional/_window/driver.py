@@ -81,7 +81,7 @@ class Run:
         self.who = who
         self._exchange = exchange = self._alone if loop is None else loop.exchange(self)
         exchange.begin()
-        window = self._opened()
+        window = self.window or self._opened()
         last = exchange.ends(window) or window.index + 1 >= window.size
         place = Place(window.number, window.index, window.size, last)
         if goes_on and window.team.holds_inside:
@@ -103,7 +103,7 @@ class Run:
     def stand_in(self, exchange: Exchange, role: Role) -> Place:
         """The place of this rank in a window of the other ranks, after its own data has ended."""
         self._exchange = exchange
-        window = self._opened()
+        window = self.window or self._opened()
         return Place(window.number, window.index, window.size, last=False, role=role)
 
     def holding(self, place: Place) -> AbstractContextManager[Any]:
@@ -290,11 +290,9 @@ class Run:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _opened(self) -> Window:
-        """The open window; one is opened if none is."""
-        window = self.window
-        if window is None:
-            window = self.open(self.fitting_team())
-            self._exchange.plan(window)
+        """A window that is opened for the place that begins."""
+        window = self.open(self.fitting_team())
+        self._exchange.plan(window)
         return window
 
     def _passage(self, window: Window, place: Place, order: Order) -> Passage:
