@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any, TypeVar, overload
 
@@ -16,7 +16,6 @@ from gradsync.functional._loop.loop import Loop
 from gradsync.functional._team.no_sync import check_modules
 from gradsync.functional._window.driver import Run
 from gradsync.functional._window.steps_and_tail import Steps, Terms, Who
-from gradsync.functional._window.window import Place
 from gradsync.ranks.group import require_group
 from gradsync.ranks.meet import insist, meet
 
@@ -58,42 +57,30 @@ def sync_every(
 
 def _steps(run: Run, models: Sequence[nn.Module], iterable: Iterable[Any] | None) -> Iterator[Any]:
     who, turn = Who(models), Turn(run)  # the models are alive as long as the loop
-    places = _endless(run, who) if iterable is None else _over(run, who, iterable)
+    run.who, last = who, None
+    loop = Loop("sync_every", length(iterable), lambda: [run])
+    loop.expect_one_call(run)
     try:
-        for place, item in places:
-            with run.holding(place), turn.at(place):
-                step = MicroStep(place, turn)
-                yield step if iterable is None else (step, item)
-            turn.end(place)
+        while iterable is None:
+            place = run.start(who)
+            if place.window == place.index == 0:
+                insist(meet(run.fitting_team().group, "the start of sync_every", {"steps": place.size}))
+            with turn.at(place):
+                yield MicroStep(place, turn)
+        for item in loop.items(iterable):
+            last = _kept(item)
+            with turn.at(place := run.start(who, loop)):
+                yield MicroStep(place, turn), item
+        for _, place in loop.rest():
+            with turn.at(place):
+                yield MicroStep(place, turn), _kept(last)
     except BaseException as error:
         turn.leave(error, sys._getframe(0).f_back)
         raise
     finally:
         turn.end_loop()
-        places.close()
-    run.abandon()
-
-
-def _endless(run: Run, who: Who) -> Generator[tuple[Place, None]]:
-    while True:
-        place = run.start(who)
-        if place.window == place.index == 0:
-            insist(meet(run.fitting_team().group, "the start of sync_every", {"steps": place.size}))
-        yield place, None
-
-
-def _over(run: Run, who: Who, iterable: Iterable[T]) -> Generator[tuple[Place, T]]:
-    run.who, last = who, None
-    loop = Loop("sync_every", length(iterable), lambda: [run])
-    loop.expect_one_call(run)
-    try:
-        for item in loop.items(iterable):
-            last = _kept(item)
-            yield run.start(who, loop), item
-        for _, place in loop.rest():
-            yield place, _kept(last)
-    finally:
         loop.end()
+    run.abandon()
 
 
 def _kept(item: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from types import CodeType, FrameType
+from contextlib import AbstractContextManager
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from gradsync.functional._iterator.users_gradients import check_step, insist_on_
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.gradients import normalise
 from gradsync.functional._update.optimizers import owned
+from gradsync.functional._update.profiler_ranges import NO_RANGE
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.driver import Run
 from gradsync.functional._window.gradient_watch import GradientWatch
@@ -53,6 +55,7 @@ class Turn:
         self._older: Sequence[torch.Tensor] = ()  # for each gradient that a window began with: whether it was not zero
         # Of the current turn:
         self._place: Place | None = None
+        self._hold: AbstractContextManager[Any] = NO_RANGE
         self._state = _FRESH
         self._closing: Closing | None = None  # of the window, once it has synchronised
         self._plain: PlainBackward | None = None  # hooks for a plain backward that is to synchronise
@@ -64,7 +67,7 @@ class Turn:
         if self._arrivals is not None:
             self._arrivals.stop()
         self._arrivals, self._gradients = None, GradientWatch()
-        self._place, self._over = None, None
+        self._place, self._over, self._hold = None, None, NO_RANGE
         self._run.forget_team()
 
     def leave(self, error: BaseException, frame: FrameType | None) -> None:
@@ -83,9 +86,10 @@ class Turn:
     # -- a turn -----------------------------------------------------------------------------------------------------
 
     def at(self, place: Place) -> Turn:
-        """A turn begins. Context manager around its body; `end` follows."""
+        """A turn begins. Context manager around its body, in which gradients are held back."""
         run = self._run
         self._place, self._state, self._closing, self._over = place, _FRESH, None, None
+        self._hold = run.holding(place)
         if not place.index:
             self._loop = drawn_by(sys._getframe(2))  # frame 2 is that of whoever draws from the generator
             self._begin_window(run.fitting_team())
@@ -94,17 +98,25 @@ class Turn:
             self._plain, self._state = PlainBackward(team.leaves, self._join, team.swapped), _QUIET
         return self
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        self._hold.__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        self._place = None
-        if self._plain is not None:
-            self._stop_plain()
-        if self._over is not None and self._over():
-            # The user's backward raised torch's error; an iterator cannot replace it, but can warn beside it.
-            warnings.warn(waited(self._run.what()), RuntimeWarning, stacklevel=3)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        place, self._place = self._place, None
+        try:
+            if self._plain is not None:
+                self._stop_plain()
+            if self._over is not None and self._over():
+                # The user's backward raised torch's error; an iterator cannot replace it, but can warn beside it.
+                warnings.warn(waited(self._run.what()), RuntimeWarning, stacklevel=3)
+        finally:
+            self._hold.__exit__(kind, error, where)
+        if kind is None and place is not None:
+            self._end(place)
 
-    def end(self, place: Place) -> None:
+    def _end(self, place: Place) -> None:
         """The turn has ended without an exception that its body let through."""
         state, self._state = self._state, _QUIET
         if state in _BROKEN:
