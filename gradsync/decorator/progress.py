@@ -25,8 +25,8 @@ class Progress:
     - `stepped`: whether the last call made an update.
     - `parts`: with `fit`, the number of parts in which the last call ran. `rows`: the rows of the largest part; None
       without `fit`, or if not known.
-    - `grad_norm`: the norm of the gradients of the last closed window, before clipping; None without `clip_norm`, or if
-      that window made no update.
+    - `grad_norm`: the norm of the gradients of the last closed window, before clipping; None without `clip_norm`, or
+      where that window had nothing to average.
     - `loss`: this rank's mean over the last closed window, on its device. `count`: the sum of its counts; None if its
       losses were means. `global_loss`: the mean over all ranks, in `.over` and with `LossSum`; else None.
     """
