@@ -78,8 +78,10 @@ def check_step(
             f"are synchronised, but optimizer.step() came {where}. Write behind the backward: if step.last: "
             "optimizer.step(); optimizer.zero_grad()."
         )
-    known = team.ids.union(*(other.team.ids for other in OPEN))  # a loop zipped with this one has parameters too
-    others = [one for one in stepped if id(one) not in known and one.grad is not None]
+    others = [one for one in stepped if id(one) not in team.ids and one.grad is not None]
+    if others:  # a loop zipped with this one has parameters too; it is not asked where there is no need
+        known = team.ids.union(*(other.team.ids for other in OPEN))
+        others = [one for one in others if id(one) not in known]
     if others and (team.num_ranks > 1 or closing.factor not in {None, 1.0}):
         raise GradSyncError(
             f"An optimizer must step parameters of the models of sync_every only, which are synchronised and "
