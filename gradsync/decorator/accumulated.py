@@ -14,10 +14,11 @@ import wrapt
 from typing_extensions import ParamSpec, Self
 
 from gradsync._state import FUNCTIONS
-from gradsync.decorator.calls import Calls
-from gradsync.decorator.over import Over, loop_of_call, over
+from gradsync.decorator.over import Over, SizedOver, loop_of_call
 from gradsync.decorator.progress import Progress
 from gradsync.decorator.settings import Settings
+from gradsync.decorator.windows_of_function import WindowsOfFunction
+from gradsync.functional import length
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -33,7 +34,7 @@ class Accumulated(Generic[P, R_co]):
         __wrapped__: Callable[P, R_co]
 
         @property
-        def _calls(self) -> Calls: ...
+        def _windows(self) -> WindowsOfFunction: ...
 
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
             """Run one micro-batch; returns what the function returned, its loss detached."""
@@ -56,32 +57,32 @@ class Accumulated(Generic[P, R_co]):
 
         Ranks may hold different numbers of items. What reads ahead goes inside: `step.over(prefetch(loader))`.
         """
-        return over(iterable, self._calls, self._instance)
+        return (Over if length(iterable) is None else SizedOver)(iterable, self._windows, self._instance)
 
     def flush(self) -> None:
         """Close the open windows now. Collective: every rank calls it, after the same number of closed windows."""
-        self._calls.flush(self._instance)
+        self._windows.flush(self._instance)
 
     def settle(self) -> None:
         """With `overlap`: wait for gradients that still travel, and make their update. Not collective."""
-        self._calls.settle()
+        self._windows.settle()
 
     def reset(self) -> None:
         """Discard the open windows, with their gradients."""
-        self._calls.reset()
+        self._windows.reset()
 
     @property
     def progress(self) -> Progress:
         """Counters, loss and gradient norm of the window that was called last."""
-        return self._calls.progress
+        return self._windows.progress
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, and mid-window this rank's gradients: plain dicts, numbers and tensors."""
-        return self._calls.state_dict()
+        return self._windows.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. A state loaded before the first call is checked and used in that call."""
-        self._calls.load_state_dict(state)
+        self._windows.load_state_dict(state)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_OWN, "__wrapped__"})
@@ -89,7 +90,7 @@ class Accumulated(Generic[P, R_co]):
     def __repr__(self) -> str:
         inner = repr(self.__wrapped__)
         inner = inner[1:-1] if inner.startswith("<") else inner
-        settings = self._calls.settings.in_words()
+        settings = self._windows.settings.in_words()
         return f"<{inner} under accumulating({settings}), with {', '.join('.' + own for own in _OWN)}>"
 
     # `__doc__` is the function's own docstring. `help` does not call this method (since Python 3.9), and so it finds
@@ -119,7 +120,8 @@ _OWN = [name for name in vars(Accumulated) if not name.startswith("_")]
 
 def _documentation(decorated: Accumulated[..., Any]) -> str:
     """The function's own docstring, and below it what is added, for `help`."""
-    added = f"Under gradsync.accumulating({decorated._calls.settings.in_words()}): each call is a micro-batch. It has\n"
+    settings = decorated._windows.settings.in_words()
+    added = f"Under gradsync.accumulating({settings}): each call is a micro-batch. It has\n"
     for name in _OWN:
         added += f"\n    .{name}: {(inspect.getdoc(vars(Accumulated)[name]) or '').splitlines()[0]}"
     own = decorated.__wrapped__.__doc__
@@ -139,8 +141,8 @@ class _AccumulatedMethod(Accumulated[P, R_co], _BoundWrapper):  # type: ignore[m
     __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
 
     @property
-    def _calls(self) -> Calls:
-        return self._self_parent._self_calls.of(self._instance)  # type: ignore[no-any-return]
+    def _windows(self) -> WindowsOfFunction:
+        return self._self_parent._self_windows.of(self._instance)  # type: ignore[no-any-return]
 
     @property
     def _instance(self) -> object:
@@ -170,27 +172,27 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
         place = (code.co_filename, code.co_firstlineno) if code is not None else ("gradsync", 0)
         inner = function.func if isinstance(function, partial) else function
         name = getattr(inner, "__qualname__", type(inner).__qualname__).rpartition("<locals>.")[2]
-        all_calls = Calls(name, settings, place, itertools.count())
+        all_windows = WindowsOfFunction(name, settings, place, itertools.count())
         bound = inspect.ismethod(function)  # a bound method was decorated: only wrapt knows its instance
 
         def call(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             own = None if bound else instance
-            calls = all_calls.of(own)
-            loop = loop_of_call(calls) if calls.loops or calls.read_ahead else None
-            return calls.call((wrapped, args, kwargs), own, loop)
+            windows = all_windows.of(own)
+            loop = loop_of_call(windows) if windows.loops or windows.read_ahead else None
+            return windows.call((wrapped, args, kwargs), own, loop)
 
         super().__init__(function, call)
-        self._self_calls = all_calls
-        FUNCTIONS.add(all_calls)
+        self._self_windows = all_windows
+        FUNCTIONS.add(all_windows)
 
     # Not `weakref.finalize`: that would hold the windows until the function ends, and with them `on_update`, which may
     # refer to the function. They would keep each other alive, and the model.
     def __del__(self) -> None:
-        self._self_calls.warn_if_open()
+        self._self_windows.warn_if_open()
 
     @property
-    def _calls(self) -> Calls:
-        return self._self_calls
+    def _windows(self) -> WindowsOfFunction:
+        return self._self_windows
 
     # A decorated function is copied as itself and pickled by its name, like any function. Its windows are not copied.
     def __reduce__(self) -> str:
@@ -200,11 +202,11 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
         if not inspect.ismethod(self.__wrapped__):
             return self
         # A bound method is copied with its instance, like Python's own, and so are the models that were named.
-        settings = copy.deepcopy(self._calls.settings, memo)
+        settings = copy.deepcopy(self._windows.settings, memo)
         return AccumulatedFunction(copy.deepcopy(self.__wrapped__, memo), settings)
 
 
 @atexit.register
 def _warn_of_open_windows() -> None:
-    for all_calls in list(FUNCTIONS):
-        all_calls.warn_if_open()
+    for all_windows in list(FUNCTIONS):
+        all_windows.warn_if_open()

@@ -13,7 +13,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradsync._errors import GradSyncError
 from gradsync.functional import GradientWatch, LossSum, Run, Team, find_loss
-from gradsync.ranks.lost import cannot_be_skipped
 from gradsync.ranks.meet import meet, ranks_where
 
 Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -63,8 +62,7 @@ class Body(GradientWatch):
     def __call__(self, call: Call, team: Team) -> tuple[Any, torch.Tensor | LossSum | None]:
         """Run the function; returns what it returned, and its loss. Both are None if the micro-batch is dropped."""
         function, args, kwargs = call
-        skip = self._run.terms.skip
-        if not skip:
+        if not self._run.terms.skip:
             returned = function(*args, **kwargs)
             return returned, find_loss(returned)
         models = self._run.who.models if team.forward_communicates else ()
@@ -81,8 +79,8 @@ class Body(GradientWatch):
             with register_module_forward_pre_hook(see) if ids else nullcontext():
                 returned = function(*args, **kwargs)
                 return returned, find_loss(returned)
-        except skip as error:
-            if cannot_be_skipped(error):
+        except Exception as error:
+            if not self._run.terms.skips(error):
                 raise
             if began:
                 raise GradSyncError(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
-from gradsync.decorator.micro_batches import MicroBatches
+from gradsync.decorator.call_runner import CallRunner
 from gradsync.decorator.progress import Progress
 from gradsync.functional import Run, Steps, Team, is_scaling, window_size
 
@@ -50,9 +50,9 @@ def progress_in(state: Mapping[str, Any]) -> Progress:
     return Progress(**{name: state[name] for name in _NUMBERS})
 
 
-def save(micro_batches: MicroBatches) -> dict[str, Any]:
+def save(runner: CallRunner) -> dict[str, Any]:
     """The counters, and the content of the open window, as plain values."""
-    run, progress = micro_batches.run, micro_batches.record.progress
+    run, progress = runner.run, runner.reporter.progress
     team, names, steps = run.fitting_team(), _names_of(run), run.terms.steps
     state: dict[str, Any] = {
         **{name: getattr(progress, name) for name in _NUMBERS},
@@ -97,9 +97,9 @@ def check(run: Run, state: Mapping[str, Any]) -> None:
         )
 
 
-def load(micro_batches: MicroBatches, state: Mapping[str, Any]) -> None:
+def load(runner: CallRunner, state: Mapping[str, Any]) -> None:
     """Load a state, if it fits."""
-    run = micro_batches.run
+    run = runner.run
     # To make an engine copies the buffers of rank 0, but mid-window each rank has its own.
     models = run.who.models if state["index"] else []
     buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
@@ -108,14 +108,14 @@ def load(micro_batches: MicroBatches, state: Mapping[str, Any]) -> None:
         for buffer, own in buffers:
             buffer.copy_(own)
     check(run, state)
-    micro_batches.discard()
-    micro_batches.record.go_on_from(progress_in(state))
+    runner.discard()
+    runner.reporter.go_on_from(progress_in(state))
     try:
         if state["index"]:
-            _open(micro_batches, team, state)
+            _open(runner, team, state)
     except BaseException:  # it may be loaded again: nothing has come of it
-        micro_batches.discard()
-        micro_batches.record.go_on_from(Progress())
+        runner.discard()
+        runner.reporter.go_on_from(Progress())
         raise
 
 
@@ -124,12 +124,12 @@ def without_window(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name != "open"} | {"index": 0}
 
 
-def _open(micro_batches: MicroBatches, team: Team, state: Mapping[str, Any]) -> None:
+def _open(runner: CallRunner, team: Team, state: Mapping[str, Any]) -> None:
     """Open the window that a state holds, with its gradients."""
-    run, names = micro_batches.run, _names_of(micro_batches.run)
+    run, names = runner.run, _names_of(runner.run)
     window = run.open(team)
     window.load(state["open"], state["index"])
-    scales = is_scaling(micro_batches.updater.scaler())
+    scales = is_scaling(runner.updater.scaler())
     if window.num_micro_batches and scales != (window.scale is not None):
         raise _misfit(
             f"A state of {run.name} in the middle of a window can be loaded with a GradScaler if it was saved with "
@@ -137,8 +137,8 @@ def _open(micro_batches: MicroBatches, team: Team, state: Mapping[str, Any]) -> 
         )
     held = state["open"]["gradients"]
     team.load_held({names[name]: gradient.to(names[name].device).clone() for name, gradient in held.items()})
-    micro_batches.body.watch(team)
-    micro_batches.body.remember()
+    runner.body.watch(team)
+    runner.body.remember()
 
 
 def _differing(saved: Mapping[str, object], here: Mapping[str, object]) -> str:
@@ -158,7 +158,7 @@ def _misfit(text: str) -> GradSyncError:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def own_names(names: Iterable[str]) -> dict[str, str]:
+def names_without_wrappers(names: Iterable[str]) -> dict[str, str]:
     """Each parameter's name without wrappers' names, unless two parameters would get the same name."""
     own = {}
     for name in names:
@@ -184,7 +184,7 @@ def _names_of(run: Run) -> dict[str, nn.Parameter]:
     names: dict[str, nn.Parameter] = {}
     for place, model in enumerate(models):
         inside = dict(_unwrapped(model).named_parameters())
-        for name, own in own_names(inside).items():
+        for name, own in names_without_wrappers(inside).items():
             if id(inside[name]) in mine:
                 names[f"{place}.{own}" if len(models) > 1 else own] = mine[id(inside[name])]
     named = set(map(id, names.values()))

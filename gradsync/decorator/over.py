@@ -15,16 +15,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gradsync._errors import GradSyncError
 from gradsync._frames import drawn_by, is_left_on_purpose
-from gradsync.decorator.calls import Calls
-from gradsync.decorator.micro_batches import MicroBatches
+from gradsync.decorator.call_runner import CallRunner
+from gradsync.decorator.windows_of_function import WindowsOfFunction
 from gradsync.functional import Loop, length
 
 T = TypeVar("T")
-
-
-def over(iterable: Iterable[T], calls: Calls, instance: object) -> Over[T]:
-    """The iterable again, sized if it was."""
-    return (Over if length(iterable) is None else SizedOver)(iterable, calls, instance)
 
 
 class Over(Generic[T]):
@@ -34,27 +29,28 @@ class Over(Generic[T]):
 
         def __len__(self) -> int: ...
 
-    def __init__(self, iterable: Iterable[T], calls: Calls, instance: object) -> None:
+    def __init__(self, iterable: Iterable[T], windows: WindowsOfFunction, instance: object) -> None:
         # Nested `.over`s share one loop: with two, the outer loop would end the inner loop too soon.
         self._iterable: Iterable[T] = iterable
-        self._decorated: list[tuple[Calls, object]] = [(calls, instance)]  # an instance lives as long as its loop
+        # An instance lives as long as its loop.
+        self._decorated: list[tuple[WindowsOfFunction, object]] = [(windows, instance)]
         if isinstance(iterable, Over):
-            self._iterable, self._decorated = iterable._iterable, [*iterable._decorated, (calls, instance)]
+            self._iterable, self._decorated = iterable._iterable, [*iterable._decorated, (windows, instance)]
 
     def __iter__(self) -> Iterator[T]:
         decorated = [*self._decorated]
-        all_calls = [calls for calls, _ in decorated]
+        all_windows = [windows for windows, _ in decorated]
         loop = Loop(
-            f"{all_calls[0].name}.over",
+            f"{all_windows[0].name}.over",
             length(self._iterable),
-            lambda: [run for calls, instance in decorated for run in calls.runs(instance)],
+            lambda: [run for windows, instance in decorated for run in windows.runs(instance)],
         )
         with ExitStack() as stack:
             # The loop may be referenced longer than its data and its instances are needed.
             stack.callback(loop.end)
             stack.callback(decorated.clear)
-            for position, calls in enumerate(all_calls):
-                stack.enter_context(_running(calls, loop, position))
+            for position, windows in enumerate(all_windows):
+                stack.enter_context(_running(windows, loop, position))
             drawn: Sequence[CodeType] = ()
             try:
                 for item in loop.items(self._iterable):
@@ -65,14 +61,14 @@ class Over(Generic[T]):
                 if loop.is_superseded:  # what is open, and what travels, is that of a later loop
                     raise
                 if is_left_on_purpose(sys._getframe(0).f_back, drawn):
-                    _leave(loop, all_calls)
+                    _leave(loop, all_windows)
                 else:
-                    for micro_batches in _of_this_thread(all_calls):
-                        micro_batches.updater.go_back()
+                    for runner in _of_this_thread(all_windows):
+                        runner.updater.go_back()
                 raise
-            _take_part_in_the_rest(loop, all_calls)
-        for calls in all_calls if loop.data.num_idle else ():  # later calls may be meant for items without a call
-            calls.read_ahead[loop.thread] = loop
+            _take_part_in_the_rest(loop, all_windows)
+        for windows in all_windows if loop.data.num_idle else ():  # later calls may be meant for items without a call
+            windows.read_ahead[loop.thread] = loop
             if not loop.data.num_calls:
                 loop.called_from = _call_stack()
 
@@ -94,72 +90,72 @@ def _insist_on_latest(loop: Loop) -> None:
         )
 
 
-def _leave(loop: Loop, all_calls: Sequence[Calls]) -> None:
+def _leave(loop: Loop, all_windows: Sequence[WindowsOfFunction]) -> None:
     """A loop is left on purpose: land what travels, and warn if a window is open."""
     opened = [run for run in loop.called if run.index]
     if opened:
         name = loop.name.removesuffix(".over")
         for run in opened:
-            run.warned_of = run.window
+            run.open_window.is_warned_of = True
         warnings.warn(
             f"The loop over {loop.name} was left with a window open: {opened[0].index} micro-batches are accumulated. "
             f"Call {name}.flush() to use them, on all ranks together, or {name}.reset() to drop them.",
             RuntimeWarning,
             stacklevel=3,
         )
-    for calls in all_calls:
-        calls.settle()
+    for windows in all_windows:
+        windows.settle()
 
 
-def _take_part_in_the_rest(loop: Loop, all_calls: Sequence[Calls]) -> None:
+def _take_part_in_the_rest(loop: Loop, all_windows: Sequence[WindowsOfFunction]) -> None:
     """After this rank's data has ended. What other ranks land before their next boundary lands before it here."""
-    _land_before_boundary(all_calls)
+    _land_before_boundary(all_windows)
     for run, place in loop.rest():
-        next(one for calls in all_calls for one in calls.every if one.run is run).take_part(place)
-        _land_before_boundary(all_calls)
-    for calls in all_calls:
-        calls.settle()
+        next(one for windows in all_windows for one in windows.every if one.run is run).take_part(place)
+        _land_before_boundary(all_windows)
+    for windows in all_windows:
+        windows.settle()
 
 
-def _land_before_boundary(all_calls: Sequence[Calls]) -> None:
-    for micro_batches in _of_this_thread(all_calls):
-        micro_batches.land_before_boundary()
+def _land_before_boundary(all_windows: Sequence[WindowsOfFunction]) -> None:
+    for runner in _of_this_thread(all_windows):
+        runner.land_before_boundary()
 
 
-def _of_this_thread(all_calls: Sequence[Calls]) -> list[MicroBatches]:
-    return [micro_batches for calls in all_calls for micro_batches in calls.of_this_thread()]
+def _of_this_thread(all_windows: Sequence[WindowsOfFunction]) -> list[CallRunner]:
+    return [runner for windows in all_windows for runner in windows.of_this_thread()]
 
 
 # -- the loop of a call -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _running(calls: Calls, loop: Loop, position: int) -> Iterator[None]:
+def _running(windows: WindowsOfFunction, loop: Loop, position: int) -> Iterator[None]:
     """Calls inside belong to this loop."""
-    before = calls.loops.get(loop.thread)
+    before = windows.loops.get(loop.thread)
     if before is not None:
         before.is_superseded = True
-    calls.loops[loop.thread], calls.position = loop, position
-    calls.number_runs()
-    calls.read_ahead.pop(loop.thread, None)
+    windows.loops[loop.thread], windows.position = loop, position
+    windows.number_runs()
+    windows.read_ahead.pop(loop.thread, None)
     try:
         yield
     finally:
-        if calls.loops.get(loop.thread) is loop:
-            del calls.loops[loop.thread]
+        if windows.loops.get(loop.thread) is loop:
+            del windows.loops[loop.thread]
 
 
-def loop_of_call(calls: Calls) -> Loop | None:
+def loop_of_call(windows: WindowsOfFunction) -> Loop | None:
     """The loop that a call belongs to, if it is in one. Raises if the item of the call was read ahead."""
     thread = get_ident()
-    loop = calls.loops.get(thread)
+    loop = windows.loops.get(thread)
     if loop is not None:
         if loop.data.num_idle:
             loop.called_from = _call_stack()
         return loop
     # Items are read ahead by another thread, or by the code that goes on calling after its data has ended.
-    ahead = next((one for one in [*calls.loops.values()] if not one.data.num_calls), None)
-    ended = calls.read_ahead.get(thread)
+    ahead = next((one for one in [*windows.loops.values()] if not one.data.num_calls), None)
+    ended = windows.read_ahead.get(thread)
     if ahead is None and ended is not None and _goes_on(ended):
         ahead = ended
     if ahead is not None:
@@ -168,7 +164,7 @@ def loop_of_call(calls: Calls) -> Loop | None:
             "ahead of the calls: the data ended with calls still to come. Put what reads ahead inside: "
             f"{ahead.name}(prefetch(loader)), and neither list({ahead.name}(loader)) nor "
             f"prefetch({ahead.name}(loader)). Call in the thread that draws the items. If all items were left out "
-            f"on purpose, call {calls.name}.flush() or {calls.name}.reset() before you go on."
+            f"on purpose, call {windows.name}.flush() or {windows.name}.reset() before you go on."
         )
     return None
 

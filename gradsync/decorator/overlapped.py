@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync._errors import GradSyncError
 from gradsync._state import TRAVELLING
 from gradsync._step_hook import stepping
-from gradsync.decorator.compressed import Compressed, travels_of
-from gradsync.decorator.progress import Record
+from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
 from gradsync.decorator.updater import Updater
 from gradsync.functional import (
@@ -42,6 +41,7 @@ from gradsync.overlap import (
     landing,
     step_ahead,
 )
+from gradsync.overlap.compressed import Compressed, travels_of
 from gradsync.overlap.saved import Saved
 from gradsync.ranks.lost import WaitingFor
 
@@ -67,8 +67,8 @@ class Overlapped(Updater, Transport):
 
     closes_before = True
 
-    def __init__(self, run: Run, settings: Settings, record: Record) -> None:
-        super().__init__(run, settings, record)
+    def __init__(self, run: Run, settings: Settings, reporter: Reporter) -> None:
+        super().__init__(run, settings, reporter)
         run.transport = weakref.proxy(self)  # not the object, which holds the run: a circle would not be freed at once
         self._num_beside = settings.overlap  # micro-batches that run while gradients travel
         self._dtype = check_compress(settings.compress)  # in which they travel; None: in their own
@@ -151,9 +151,7 @@ class Overlapped(Updater, Transport):
 
     def close(self, closing: Closing) -> None:
         """The gradients of the window have departed: land earlier ones, and make a provisional update."""
-        window = self.run.window
-        assert window is not None, "it is closed here"
-        team = window.team
+        window, team = self.run.open_window, self.run.open_window.team
         if team.num_ranks == 1:
             super().close(closing)
             return
@@ -163,7 +161,7 @@ class Overlapped(Updater, Transport):
             team.drop_gradients()
             self.run.close()
             self._land()
-            self.record.note_skipped(closing)
+            self.reporter.note_skipped(closing)
             return
         self._departing = _Leg(window.what, self._flights, self._ddps, team, factor, closing)
         self._flights, self._ddps = (), ()
@@ -227,10 +225,10 @@ class Overlapped(Updater, Transport):
             try:
                 with WaitingFor(leg.what):
                     failed = leg.closing.has_failed
-                with landing(in_flight), stepping():
-                    arrived = True
-                    self._arrived(leg)
-                    made = None if failed else self.step(leg.team, leg.factor, leg.closing)
+                    with landing(in_flight), stepping():
+                        arrived = True
+                        self._arrived(leg)
+                        made = None if failed else self.step(leg.team, leg.factor, leg.closing)
             finally:
                 if arrived:
                     _count(leg.ddps, -1)
@@ -241,10 +239,10 @@ class Overlapped(Updater, Transport):
             for later in self._legs:
                 later.in_flight.watch.note()
             if made is None:
-                self.record.note_skipped(leg.closing)
+                self.reporter.note_skipped(leg.closing)
             else:
                 refuse_nonfinite(made, self.settings.nonfinite)
-                self.record.tell()
+                self.reporter.call_on_update()
 
     def _arrived(self, leg: _Leg) -> None:
         self._legs.remove(leg)

@@ -1,4 +1,4 @@
-"""`Progress`, the type of `train_step.progress`, and `Record`, which counts it and calls `on_update`."""
+"""`Progress`, the type of `train_step.progress`, and `Reporter`, which counts it and calls `on_update`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Progress:
         return None if self._closing is None else self._closing.own_count
 
 
-class Record:
+class Reporter:
     """What one (function, instance, optimizers) has counted, in `now`: the fields of `Progress`, which change here.
 
     Windows and dropped micro-batches are counted by the `run`.
@@ -72,8 +72,8 @@ class Record:
         self._run = run
         self._on_update = on_update
         self._instance = instance
-        self.is_telling = False  # whether `on_update` runs
-        self._has_told = False  # whether it has run for the last update
+        self.is_in_on_update = False  # whether `on_update` runs
+        self._has_called = False  # whether it has run for the last update
         self.go_on_from(Progress())
 
     def go_on_from(self, progress: Progress) -> None:
@@ -87,7 +87,7 @@ class Record:
         now.updates += made.stepped
         now.skipped += not made.stepped
         now.stepped, now.grad_norm = made
-        now._closing, self._has_told = closing, False
+        now._closing, self._has_called = closing, False
 
     def note_skipped(self, closing: Closing) -> None:
         """A window has closed without an update. With `overlap`, an earlier window may update in the same call."""
@@ -101,13 +101,13 @@ class Record:
         by_run: dict[str, Any] = {"window": run.number, "index": run.index, "dropped": run.num_dropped}
         return Progress(**(vars(self.now) | by_run))
 
-    def tell(self) -> None:
+    def call_on_update(self) -> None:
         """Call the user's `on_update`, once for an update of the last call."""
-        if self._on_update is None or self._has_told or not self.now.stepped:
+        if self._on_update is None or self._has_called or not self.now.stepped:
             return
         instance = self._instance()
-        self.is_telling = self._has_told = True
+        self.is_in_on_update = self._has_called = True
         try:
             self._on_update(*(() if instance is None else (instance,)), self.progress)
         finally:
-            self.is_telling = False
+            self.is_in_on_update = False

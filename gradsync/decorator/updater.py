@@ -9,7 +9,7 @@ from torch.amp import GradScaler
 
 from gradsync._step_hook import stepping
 from gradsync.decorator.participants import reference
-from gradsync.decorator.progress import Record
+from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
 from gradsync.functional import (
     Closing,
@@ -35,20 +35,19 @@ class Updater:
     With `overlap`, an `Overlapped` takes its place, which makes them later. It overrides what does nothing here.
     """
 
-    def __init__(self, run: Run, settings: Settings, record: Record) -> None:
+    def __init__(self, run: Run, settings: Settings, reporter: Reporter) -> None:
         self.run = run
         self.settings = settings
-        self.record = record
+        self.reporter = reporter
         self.schedulers: list[Callable[[], Any]] = []
         self.scaler: Callable[[], GradScaler | None] = reference(None)
 
     def close(self, closing: Closing) -> None:
         """After the open window has synchronised: make its update, if it gets one, and close it."""
-        window = self.run.window
-        assert window is not None, "it is closed here"
+        window = self.run.open_window
         factor = factor_of_update(self.settings.tail, closing)
         if factor is None:
-            self.record.note(_NO_UPDATE, closing)
+            self.reporter.note(_NO_UPDATE, closing)
             window.team.drop_gradients()
             self._clear(window.team)
             self.run.close()
@@ -82,7 +81,7 @@ class Updater:
                         self.run.take_back()
                     raise
                 # If a scheduler fails, the update is made.
-                self.record.note(made, closing)
+                self.reporter.note(made, closing)
                 if window is not None:
                     self.run.close()
                 if made.stepped:

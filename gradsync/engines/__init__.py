@@ -16,7 +16,7 @@ from gradsync.engines._find import (
 )
 from gradsync.engines._gloo import settle_all_groups
 from gradsync.engines._protocol import Engine
-from gradsync.engines._words import clarify
+from gradsync.engines._reducer_errors import clarify
 
 __all__ = [
     "Engine",

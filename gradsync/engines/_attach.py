@@ -9,7 +9,7 @@ from torch import nn
 
 from gradsync import _state
 from gradsync._errors import GradSyncError
-from gradsync.engines._behind import BehindEngine, Rest
+from gradsync.engines._ddp_behind import BehindEngine, Rest
 from gradsync.engines._find import bare, common_group, engines_behind, mesh_of, walk
 from gradsync.ranks.group import several_ranks
 

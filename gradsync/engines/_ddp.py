@@ -26,7 +26,7 @@ from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync._state import WIRES
-from gradsync.engines._buffers_for_overlap import BuffersOnTheirWay
+from gradsync.engines._buffers_sent_ahead import BuffersOnTheirWay
 from gradsync.engines._ddp_forward_shortcut import as_it_is, moved, shortcut
 from gradsync.engines._ddp_usable import (
     check,
@@ -41,8 +41,8 @@ from gradsync.engines._ddp_usable import (
     sparse_parameters,
 )
 from gradsync.engines._muted_parameter_hooks import silent
-from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Carrier, Engine
+from gradsync.engines._torch_privates import check_torch
 from gradsync.engines._unused import forget_unused, names_of, unused_message, used_anywhere
 from gradsync.ranks.lost import is_lost
 

@@ -18,7 +18,7 @@ import torch
 
 from gradsync.engines._ddp import DDPEngine
 from gradsync.engines._ddp_usable import joined
-from gradsync.engines._privates import check_torch
+from gradsync.engines._torch_privates import check_torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ from gradsync.ranks.group import is_alive, ranks_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from gradsync.engines._behind import BehindEngine
+    from gradsync.engines._ddp_behind import BehindEngine
     from gradsync.engines._protocol import Engine
 
 # The file and the function that make the engine for a module, by the name of its class: importing

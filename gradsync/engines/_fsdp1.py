@@ -3,8 +3,8 @@
 FSDP reads its `no_sync` when a backward ends (DDP reads its own in the forward), and allows it on the root only. So the
 flag that `no_sync` sets, `_sync_gradients` of each instance, is set here directly.
 
-`_privates.py` lists what is private in torch here. Instances and handles refer to the modules. They are held weakly, so
-that an engine that is kept somewhere does not keep its model alive.
+`_torch_privates.py` lists what is private in torch here. Instances and handles refer to the modules. They are held
+weakly, so that an engine that is kept somewhere does not keep its model alive.
 
 A held gradient has the size of the whole flat parameter; a reduced one has the size of this rank's shard.
 """
@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, _
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
 from gradsync._errors import GradSyncError
-from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Engine, trained_alike
+from gradsync.engines._torch_privates import check_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -7,9 +7,9 @@ directly.
 States, groups and their parameters refer to the modules. They are held weakly, so that an engine that is kept somewhere
 does not keep its model alive.
 
-`_privates.py` lists what is private in torch here, and `_torch.py` has what differs between versions. Held gradients
-are at `_unsharded_param`, and before torch 2.15 at `unsharded_accumulated_grad`, where `zero_grad()` does not reach
-them.
+`_torch_privates.py` lists what is private in torch here, and `_torch.py` has what differs between versions. Held
+gradients are at `_unsharded_param`, and before torch 2.15 at `unsharded_accumulated_grad`, where `zero_grad()` does not
+reach them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 
-from gradsync.engines import _fsdp2_state, _torch
+from gradsync.engines import _fsdp2_held, _torch
 from gradsync.engines._fsdp2_refused import insist_on_shards, refuse_other_reductions
 from gradsync.engines._mesh import one_dimension, other_dimensions, whole_group
-from gradsync.engines._privates import check_torch
 from gradsync.engines._protocol import Engine, trained_alike
 from gradsync.engines._to_device import flags_on
+from gradsync.engines._torch_privates import check_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -117,14 +117,14 @@ class FSDP2Engine(Engine):
         )
 
     def held_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
-        return _fsdp2_state.take(self._groups, self._used or ())
+        return _fsdp2_held.take(self._groups, self._used or ())
 
     def load_held(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
         groups, params = self._groups, self._params
-        if pieces := _fsdp2_state.check_pieces(params, gradients):
+        if pieces := _fsdp2_held.check_pieces(params, gradients):
             insist_on_shards(groups)
         _make_unsharded(params)
-        _fsdp2_state.put(groups, gradients)
+        _fsdp2_held.put(groups, gradients)
         if self._used is not None or pieces:
             self._watch_use().update(param for param, piece in pieces.items() if len(piece))
 

@@ -17,7 +17,7 @@ from gradsync.engines._ddp import DDPEngine
 from gradsync.engines._ddp_alone import AloneEngine
 from gradsync.engines._ddp_searched import SearchedEngine
 from gradsync.engines._ddp_static import StaticEngine
-from gradsync.engines._privates import check_torch
+from gradsync.engines._torch_privates import check_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

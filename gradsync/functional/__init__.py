@@ -58,13 +58,13 @@ micro-batches that do not fit in memory in such a loop (`fit`), and how large on
 """
 
 from gradsync._loss import LossSum, detach, find_loss
+from gradsync.functional._fit.in_parts import InParts
+from gradsync.functional._fit.rows_that_fit import rows_that_fit
 from gradsync.functional._iterator.fit import Fitting, fit
 from gradsync.functional._iterator.micro_step import MicroStep
 from gradsync.functional._iterator.sync_every import sync_every
-from gradsync.functional._loop.items import length, with_last
-from gradsync.functional._loop.loop import Loop, StandIn
-from gradsync.functional._parts.in_parts import InParts
-from gradsync.functional._parts.rows_that_fit import rows_that_fit
+from gradsync.functional._loop.counted_items import length, with_last
+from gradsync.functional._loop.loop import Loop
 from gradsync.functional._team.no_sync import no_sync, sync_gradients
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.grad_scaler import is_scaling
@@ -73,10 +73,10 @@ from gradsync.functional._update.optimizers import bare_optimizer, check_steppab
 from gradsync.functional._update.update import NonFinite, Update, refuse_nonfinite, step_optimizers, update
 from gradsync.functional._window.boundary import Boundary, Held, Transport
 from gradsync.functional._window.closing import Closing, factor_of_update
-from gradsync.functional._window.driver import Run
 from gradsync.functional._window.gradient_watch import GradientWatch
+from gradsync.functional._window.run import Run
 from gradsync.functional._window.share import Share
-from gradsync.functional._window.steps_and_tail import (
+from gradsync.functional._window.terms import (
     Steps,
     Tail,
     Terms,
@@ -103,7 +103,6 @@ __all__ = [
     "Role",
     "Run",
     "Share",
-    "StandIn",
     "Steps",
     "Tail",
     "Team",

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
 from gradsync.functional import is_scaling
-from gradsync.overlap.attach import foreign_hook
 from gradsync.overlap.provisional import communicates, inner
+from gradsync.overlap.travel_hook import foreign_hook
 
 # By name, because importing torch.distributed.optim takes long. Other steps that communicate are found when they run.
 _COMMUNICATES = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from gradsync._errors import GradSyncError, is_misuse
+from gradsync._errors import GradSyncError
 
 # gloo raises plain RuntimeErrors. torch 2.13 used these words whenever ranks were killed or hung, or links were cut
 # (tests/faults). Other backends and the store raise DistErrors.
@@ -22,11 +22,6 @@ def is_lost(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError) or isinstance(error, GradSyncError):
         return False
     return isinstance(error, dist.DistError) or _WORDS.search(str(error)) is not None
-
-
-def cannot_be_skipped(error: BaseException) -> bool:
-    """Whether it is misuse or means a lost rank: no `skip` drops that."""
-    return is_misuse(error) or is_lost(error)
 
 
 def lost(error: BaseException, what: str) -> GradSyncError:

@@ -84,7 +84,7 @@ def ranks_where(flags: Iterable[bool]) -> str:
     return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
 
 
-def nothing_here(topic: str) -> None:
+def no_item_here(topic: str) -> None:
     """This rank has made no call and knows no models. Fine if that is so on every rank; else an error on all ranks.
 
     This rank does not know its model's group, so it meets the others in the default group; ranks that wait in another

@@ -1,6 +1,6 @@
 """What gradsync relies on in torch and torch does not promise. A failure here says: read the engine again.
 
-The names stand in gradsync/engines/_privates.py; behaviour is covered by the tests on real ranks.
+The names stand in gradsync/engines/_torch_privates.py; behaviour is covered by the tests on real ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradsync._state import SAID_OF_TORCH
 from gradsync.engines._ddp_searched import _will_reach
 from gradsync.engines._ddp_usable import joined
-from gradsync.engines._privates import PRIVATES, check_torch, missing
+from gradsync.engines._torch_privates import PRIVATES, check_torch, missing
 
 
 @pytest.fixture(scope="module")

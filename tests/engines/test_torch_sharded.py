@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gradsync.engines import _torch
-from gradsync.engines._privates import MADE_LATER, PRIVATES, missing
+from gradsync.engines._torch_privates import MADE_LATER, PRIVATES, missing
 from tests.support.homes import home_of
 from tests.support.models import Partly
 from tests.support.reference import mean_of

@@ -26,7 +26,7 @@ OF_ONE_RANK = {
     },
 }  # fmt: skip
 TRIED = {
-    "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Role", "StandIn", "Team", "Window", "weigh", "Boundary", "Held", "InParts",
+    "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Role", "Team", "Window", "weigh", "Boundary", "Held", "InParts",
     "factor_of_update", "Transport", "update", "Update", "step_optimizers", "normalise", "norm", "clip", "all_finite", "sync_gradients",
     "no_sync", "sync_every", "MicroStep", "fit", "Fitting", "rows_that_fit",
 }  # fmt: skip

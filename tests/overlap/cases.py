@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradsync import GradSyncError
-from gradsync.overlap import attach, depart, go_back, landing, provisional, step_ahead
+from gradsync.overlap import travel_of, depart, go_back, landing, provisional, step_ahead
 from tests.overlap.loop import Behind, Model, memory_of, parameters_of
 from tests.support.models import small_model
 from tests.support.reference import mean_loss, micro_batch
@@ -36,8 +36,8 @@ def neutral(config: str, dtype: str) -> None:
     dtype = getattr(torch, dtype)
     one, two = small_model(dtype), small_model(dtype)
     plain, hooked = DDP(one, **DDPS[config]), DDP(two, **DDPS[config])
-    travel = attach(hooked)
-    assert attach(hooked) is travel and len(hooked._comm_hooks) == 1
+    travel = travel_of(hooked)
+    assert travel_of(hooked) is travel and len(hooked._comm_hooks) == 1
     for index in range(6):
         for ddp in (plain, hooked):
             with ddp.no_sync():
@@ -104,7 +104,7 @@ def compressed_at_once() -> None:
     one, two = small_model(torch.float32), small_model(torch.float32)
     theirs, mine = DDP(one), DDP(two)
     theirs.register_comm_hook(None, bf16)
-    attach(mine).dtype = torch.bfloat16
+    travel_of(mine).dtype = torch.bfloat16
     for index in range(3):
         for ddp in (theirs, mine):
             ddp.zero_grad()
@@ -116,7 +116,7 @@ def compressed_at_once() -> None:
 def sparse() -> None:
     embedding = nn.Embedding(6, 2, sparse=True).double()
     ddp = DDP(embedding)
-    travel = attach(ddp)
+    travel = travel_of(ddp)
     rank, size = dist.get_rank(), dist.get_world_size()
     mean = torch.zeros(6, 2, dtype=torch.float64)
     for one in range(size):
@@ -138,15 +138,15 @@ def sparse() -> None:
 def pickles() -> None:
     """A DDP with the hook pickles and copies, in the middle of a flight too, and can overlap again."""
     ddp = DDP(small_model())
-    travel = attach(ddp)
+    travel = travel_of(ddp)
     for again in (lambda: pickle.loads(pickle.dumps(ddp)), lambda: copy.deepcopy(ddp)):
         loss = mean_loss(ddp, data(0, torch.float64))
         travel.begin()
         loss.backward()
         flight = travel.end()
         other = again()
-        second = attach(other)
-        assert second is not travel and attach(other) is second and len(other._comm_hooks) == 1
+        second = travel_of(other)
+        assert second is not travel and travel_of(other) is second and len(other._comm_hooks) == 1
         other.zero_grad()
         loss = mean_loss(other, data(0, torch.float64))
         second.begin()
@@ -157,7 +157,7 @@ def pickles() -> None:
     rebuilt = pickle.loads(pickle.dumps(ddp))
     for hook, state in rebuilt._comm_hooks:  # as gradsync's engine does where it rebuilds a reducer
         dist._register_comm_hook(rebuilt.reducer, state, hook)
-    assert attach(rebuilt).group is rebuilt.process_group and len(rebuilt._comm_hooks) == 1
+    assert travel_of(rebuilt).group is rebuilt.process_group and len(rebuilt._comm_hooks) == 1
 
 
 def hooks_of_others() -> list[str]:
@@ -169,7 +169,7 @@ def hooks_of_others() -> list[str]:
         ddp = DDP(small_model())
         register(ddp)
         with pytest.raises(GradSyncError) as caught:
-            attach(ddp)
+            travel_of(ddp)
         texts.append(str(caught.value))
     return texts
 
@@ -328,7 +328,7 @@ def lost_rank() -> str:
     group = dist.new_group(timeout=timedelta(seconds=2))
     model = small_model()
     ddp = DDP(model, process_group=group)
-    travel = attach(ddp)
+    travel = travel_of(ddp)
     text = ""
     if dist.get_rank() == 0:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradsync.engines._ddp_usable import Joint
 from gradsync.functional import clip, normalise
-from gradsync.overlap import InFlight, attach, depart, landing, step_ahead
+from gradsync.overlap import InFlight, travel_of, depart, landing, step_ahead
 from gradsync.overlap.saved import Saved
 from tests.support.reference import mean_loss, micro_batch
 
@@ -117,7 +117,7 @@ class Behind:
         shell.ledger = self.ledger = nn.Parameter(torch.zeros(len(self.parameters), dtype=odd))
         shell.model = model
         self.ddp = DDP(shell)
-        self.travel = attach(self.ddp, ledger=self.ledger, flagged=self.parameters)
+        self.travel = travel_of(self.ddp, ledger=self.ledger, flagged=self.parameters)
 
     def boundary(self, loss):
         """Synchronise; the flight, and on the parameters what this rank itself has accumulated."""

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradsync import GradSyncError
-from gradsync.overlap import attach, check_compress, check_ddp, check_optimizers, check_scaler, check_settings
+from gradsync.overlap import travel_of, check_compress, check_ddp, check_optimizers, check_scaler, check_settings
 from tests.support.models import small_model
 
 
@@ -44,7 +44,7 @@ def ddps() -> dict[str, str]:
     texts = {}
     check_ddp(DDP(small_model()))
     hooked = DDP(small_model())
-    attach(hooked)
+    travel_of(hooked)
     check_ddp(hooked)
     theirs = DDP(small_model())
     theirs.register_comm_hook(None, not_ours)

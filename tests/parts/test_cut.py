@@ -7,7 +7,7 @@ import torch
 
 from gradsync import GradSyncError
 from gradsync.parts import count_rows, cut_rows, is_out_of_memory
-from gradsync.parts.loss import add
+from gradsync.parts.loss_of_parts import add
 from gradsync._loss import LossSum
 
 Pair = namedtuple("Pair", "x y")

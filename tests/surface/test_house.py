@@ -118,12 +118,12 @@ def test_no_package_imports_what_is_private_to_another() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["from gradsync.functional._window.driver import Run", "from gradsync.functional import _run", "import gradsync.engines._ddp"],
+    ["from gradsync.functional._window.run import Run", "from gradsync.functional import _run", "import gradsync.engines._ddp"],
 )
 def test_a_private_import_is_found(line: str) -> None:
-    assert private_imports("gradsync.decorator.micro_batches", ast.parse(line))
-    assert not private_imports("gradsync.decorator.micro_batches", ast.parse("from gradsync.functional import Run"))
-    assert not private_imports("gradsync.decorator.micro_batches", ast.parse("from gradsync._errors import GradSyncError"))
+    assert private_imports("gradsync.decorator.call_runner", ast.parse(line))
+    assert not private_imports("gradsync.decorator.call_runner", ast.parse("from gradsync.functional import Run"))
+    assert not private_imports("gradsync.decorator.call_runner", ast.parse("from gradsync._errors import GradSyncError"))
 
 
 def test_what_others_import_of_functional_is_public() -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import gradsync
-from gradsync.functional._loop.talk import Talk
+from gradsync.functional._loop.knowledge import LoopKnowledge
 from tests.support.compare import assert_equal_updates
 from tests.support.models import small_model
 from tests.support.recorder import Recorder
@@ -158,7 +158,7 @@ def test_two_items_are_drawn_ahead_once_it_is_known_that_forwards_communicate(ra
 def counted(length: int) -> list[str]:
     """What is sent and read, in its order; micro-batches stand between."""
     said: list[str] = []
-    send, rows, ask = Talk.question, Talk.answers, Talk.ask
+    send, rows, ask = LoopKnowledge.question, LoopKnowledge.answers, LoopKnowledge.ask
 
     def note(what, function):
         def noted(*args):
@@ -169,12 +169,12 @@ def counted(length: int) -> list[str]:
 
     model, optimizer = sharded()
     step = gradsync.accumulating(2)(lambda model, optimizer, x: said.append("runs") or mean_loss(model, x))
-    Talk.question, Talk.answers = note("asks", send), note("reads", rows)
+    LoopKnowledge.question, LoopKnowledge.answers = note("asks", send), note("reads", rows)
     try:
         for i in step.over(iter(range(length))):
             step(model, optimizer, micro_batch(dist.get_rank(), i))
     finally:
-        Talk.question, Talk.answers, Talk.ask = send, rows, ask
+        LoopKnowledge.question, LoopKnowledge.answers, LoopKnowledge.ask = send, rows, ask
     return said
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, ParamSpec, TypeVar
 
+from gradsync.functional._fit.in_parts import InParts
 from gradsync.functional._iterator.micro_step import MicroStep
-from gradsync.functional._parts.in_parts import InParts
 from gradsync.parts import Cut
 
 P = ParamSpec("P")
@@ -46,7 +46,7 @@ class Fitting(InParts, Generic[P, R]):
 
     def __call__(self, step: MicroStep, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function on these arguments, and then the backward of `step`."""
-        returned, closing = self.run(step._turn.begin(step._place), step._place, self._function, args, kwargs)
+        returned, closing = self.run(step._watch.begin(step._place), step._place, self._function, args, kwargs)
         step._end(closing)
         result: R = returned
         return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradsync._loss import LossSum
-from gradsync.functional._iterator.turn import Turn
+from gradsync.functional._iterator.body_watch import BodyWatch
 from gradsync.functional._team.backward import RunBackward
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.window import Place, Role
@@ -15,11 +15,11 @@ class MicroStep:
     """The place of a micro-batch in its window, and its backward."""
 
     # Not a frozen dataclass: to make one costs four times as much, and each micro-step has its own.
-    __slots__ = ("_is_empty", "_place", "_turn")
+    __slots__ = ("_is_empty", "_place", "_watch")
 
-    def __init__(self, place: Place, turn: Turn) -> None:
+    def __init__(self, place: Place, watch: BodyWatch) -> None:
         self._place = place
-        self._turn = turn
+        self._watch = watch
         self._is_empty = False
 
     @property
@@ -64,7 +64,7 @@ class MicroStep:
         `scaler.scale(loss)`. `run` runs the backward in place of `loss.backward`: `run=accelerator.backward`.
         """
         whole = loss if count is None else LossSum(loss, count)
-        self._end(self._turn.begin(self._place).backward(self._place, whole, run=run))
+        self._end(self._watch.begin(self._place).backward(self._place, whole, run=run))
 
     @property
     def empty(self) -> bool:
@@ -77,4 +77,4 @@ class MicroStep:
     def _end(self, closing: Closing | None) -> None:
         """Its backward, for which the turn began, has ended."""
         self._is_empty = closing is not None and closing.factor is None
-        self._turn.end_backward(closing)
+        self._watch.end_backward(closing)

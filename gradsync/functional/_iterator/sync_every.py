@@ -9,13 +9,13 @@ from typing import Any, TypeVar, overload
 
 from torch import nn
 
+from gradsync.functional._iterator.body_watch import BodyWatch
 from gradsync.functional._iterator.micro_step import MicroStep
-from gradsync.functional._iterator.turn import Turn
-from gradsync.functional._loop.items import length
+from gradsync.functional._loop.counted_items import length
 from gradsync.functional._loop.loop import Loop
 from gradsync.functional._team.no_sync import check_modules
-from gradsync.functional._window.driver import Run
-from gradsync.functional._window.steps_and_tail import Steps, Terms, Who
+from gradsync.functional._window.run import Run
+from gradsync.functional._window.terms import Steps, Terms, Who
 from gradsync.ranks.group import require_group
 from gradsync.ranks.meet import insist, meet
 
@@ -56,7 +56,7 @@ def sync_every(
 
 
 def _steps(run: Run, models: Sequence[nn.Module], iterable: Iterable[Any] | None) -> Iterator[Any]:
-    who, turn = Who(models), Turn(run)  # the models are alive as long as the loop
+    who, watch = Who(models), BodyWatch(run)  # the models are alive as long as the loop
     run.who, last = who, None
     loop = Loop("sync_every", length(iterable), lambda: [run])
     loop.expect_one_call(run)
@@ -65,20 +65,20 @@ def _steps(run: Run, models: Sequence[nn.Module], iterable: Iterable[Any] | None
             place = run.start(who)
             if place.window == place.index == 0:
                 insist(meet(run.fitting_team().group, "the start of sync_every", {"steps": place.size}))
-            with turn.at(place):
-                yield MicroStep(place, turn)
+            with watch.at(place):
+                yield MicroStep(place, watch)
         for item in loop.items(iterable):
             last = _kept(item)
-            with turn.at(place := run.start(who, loop)):
-                yield MicroStep(place, turn), item
+            with watch.at(place := run.start(who, loop)):
+                yield MicroStep(place, watch), item
         for _, place in loop.rest():
-            with turn.at(place):
-                yield MicroStep(place, turn), _kept(last)
+            with watch.at(place):
+                yield MicroStep(place, watch), _kept(last)
     except BaseException as error:
-        turn.leave(error, sys._getframe(0).f_back)
+        watch.leave(error, sys._getframe(0).f_back)
         raise
     finally:
-        turn.end_loop()
+        watch.end_loop()
         loop.end()
     run.abandon()
 

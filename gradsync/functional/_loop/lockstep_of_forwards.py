@@ -15,49 +15,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradsync.functional._loop.talk import Talk
-from gradsync.functional._window.driver import Run
+from gradsync.functional._loop.knowledge import LoopKnowledge
+from gradsync.functional._window.run import Run
 from gradsync.functional._window.share import NOBODY, PERHAPS, UNKNOWN, Share
-from gradsync.functional._window.steps_and_tail import ends_with_data
+from gradsync.functional._window.terms import ends_with_data
 from gradsync.functional._window.window import Window
 
 
-def plan(talk: Talk, run: Run, window: Window) -> None:
+def plan_calls(loop: LoopKnowledge, run: Run, window: Window) -> None:
     """A window opens: plan how many calls it has, where all ranks know that."""
-    talk.planned = None
-    if not talk.is_in_lockstep or callable(run.terms.steps) or talk.alone is None:
+    loop.planned = None
+    if not loop.is_in_lockstep or callable(run.terms.steps) or loop.alone is None:
         return
-    shares, can_end = talk.shares, ends_with_data(run.terms.tail)
+    shares, can_end = loop.shares, ends_with_data(run.terms.tail)
     lefts = [share.left for share in shares]
     if PERHAPS in lefts or UNKNOWN in lefts:
         return
     most = min(max(lefts), window.size)
     if most == window.size or (most and can_end and all(share.once or not share.left for share in shares)):
-        talk.planned, talk.asked = int(most), None
+        loop.planned, loop.asked = int(most), None
         # If this window is discarded, nobody knows how many items the others still have.
-        talk.shares = [share._replace(left=UNKNOWN if share.left else 0.0) for share in shares]
+        loop.shares = [share._replace(left=UNKNOWN if share.left else 0.0) for share in shares]
 
 
-def hear(talk: Talk, run: Run, size: float) -> Sequence[Share]:
+def hear_of_call(loop: LoopKnowledge, run: Run, size: float) -> Sequence[Share]:
     """What ranks say of the call that begins now: whose it is, and who has more behind it.
 
     `size` is that of its window, 0 on a rank that does not know whose window that is.
     """
-    if talk.planned is not None and run.window is not None:
-        return [Share(run_key=float(run.key), left=float(talk.planned - run.index - 1))]
-    asked, talk.asked = talk.asked, None
-    shares = talk.answers(asked[1]) if asked is not None and asked[0] is run else []
+    if loop.planned is not None and run.window is not None:
+        return [Share(run_key=float(run.key), left=float(loop.planned - run.index - 1))]
+    asked, loop.asked = loop.asked, None
+    shares = loop.answers(asked[1]) if asked is not None and asked[0] is run else []
     if not _is_enough(run, shares):
-        shares = talk.ask(talk.about(run, Share(size=size)))
+        shares = loop.ask(loop.about(run, Share(size=size)))
     if all(share.once for share in shares) and any(share.left for share in shares):  # all can answer ahead
-        talk.asked = run, talk.question(_promise(talk, run))
+        loop.asked = run, loop.question(_promise(loop, run))
     return shares
 
 
-def _promise(talk: Talk, run: Run) -> Share:
+def _promise(loop: LoopKnowledge, run: Run) -> Share:
     """What this rank can say of its next call before that begins."""
-    once = talk.foresees(run)
-    known = talk.data.num_known if once else 0
+    once = loop.foresees(run)
+    known = loop.data.num_known if once else 0
     return Share(run_key=float(run.key) if known else NOBODY, left=float(known > 1), once=float(once))
 
 

@@ -5,42 +5,36 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import get_ident
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from gradsync._frames import driver_of
 from gradsync._state import LOOPS
-from gradsync.functional._loop.items import Data
-from gradsync.functional._loop.lockstep_of_forwards import hear
+from gradsync.functional._loop.counted_items import CountedItems
+from gradsync.functional._loop.first_call import beside, meet_without_call, one_loop
+from gradsync.functional._loop.knowledge import LoopKnowledge
+from gradsync.functional._loop.lockstep_of_forwards import hear_of_call
 from gradsync.functional._loop.loop_exchange import LoopExchange
-from gradsync.functional._loop.meeting import beside, meet_without_call, one_loop
-from gradsync.functional._loop.talk import Talk
-from gradsync.functional._window.driver import Run
+from gradsync.functional._window.run import Run
 from gradsync.functional._window.share import ASKS, NOBODY, Share, shares_in
-from gradsync.functional._window.steps_and_tail import ends_with_data
+from gradsync.functional._window.terms import ends_with_data
 from gradsync.functional._window.window import Place, Role
 from gradsync.ranks.lost import WaitingFor
 
 T = TypeVar("T")
 
 
-class StandIn(NamedTuple):
-    """A place that this rank takes in a window of the others, after its own data has ended."""
-
-    run: Run
-    place: Place
-
-
-class Loop(Talk):
+class Loop(LoopKnowledge):
     """What the calls in a loop share: where this rank's data is, and what the ranks have said of theirs."""
 
     def __init__(self, name: str, length: int | None, runs: Callable[[], Sequence[Run]] = list) -> None:
         """`runs` returns the runs that may be called in the loop, as far as this rank knows them."""
-        super().__init__(name, Data(length), runs)
+        super().__init__(name, CountedItems(length), runs)
         self.thread = get_ident()
         self.is_superseded = False  # whether another loop of the same calls has begun before the end of this one
         self.called_from: tuple[Any, ...] = ()  # where the last call came from, if there were items without a call
         self.kept: dict[Run, Any] = {}  # keeps what a replay needs alive until the loop ends
-        self._around: dict[Talk, int] = {}  # loops that were under way before it, and how many items they had had
+        # Loops that were under way before it, and how many items they had had.
+        self._around: dict[LoopKnowledge, int] = {}
         self._exchanges: dict[Run, LoopExchange] = {}
 
     def exchange(self, run: Run) -> LoopExchange:
@@ -76,7 +70,7 @@ class Loop(Talk):
 
     # -- after the data ---------------------------------------------------------------------------------------------
 
-    def rest(self) -> Iterator[StandIn]:
+    def rest(self) -> Iterator[tuple[Run, Place]]:
         """The places that this rank takes after its own data has ended, in its own open windows and in the others'.
 
         The caller repeats or misses each of them (its `role` says which), and closes windows, before the next.
@@ -97,11 +91,11 @@ class Loop(Talk):
         finally:
             self.end()
 
-    def _next(self) -> StandIn | None:
+    def _next(self) -> tuple[Run, Place] | None:
         """The next place in a window that has not closed on all ranks, after this rank's data has ended."""
         return self._next_call() if self.is_in_lockstep else self._next_window()
 
-    def _next_window(self) -> StandIn | None:
+    def _next_window(self) -> tuple[Run, Place] | None:
         """The next window that any rank closes. No forward communicates: only its last place matters here."""
         alone = self.alone
         mine = Share(left=ASKS, open=self.first_open)
@@ -114,16 +108,15 @@ class Loop(Talk):
         if run is None:
             return None
         turn = self._last(run)
-        assert run.window is not None, "opened by now"
-        run.window.heard = sent
+        run.open_window.heard = sent
         return turn
 
-    def _next_call(self) -> StandIn | None:
+    def _next_call(self) -> tuple[Run, Place] | None:
         """The next call of any rank, where forwards communicate."""
         alone, size = self.alone, 0
         if alone is not None and any(share.left for share in self.shares):
             size = self._place(alone, Role.MISSES).size  # opens a window if none is, and plans it, like the others
-        shares = hear(self, self.called[0], size)
+        shares = hear_of_call(self, self.called[0], size)
         run = self.run_to_close(shares)
         if run is None:
             if alone is not None and not alone.index:
@@ -134,10 +127,10 @@ class Loop(Talk):
         place = self._place(run, Role.REPEATS if run.fitting_team().forward_communicates else Role.MISSES)
         nobody_left = not any(share.left for share in shares) and ends_with_data(run.terms.tail)
         is_full = place.index + 1 >= (max(share.size for share in shares) or place.size)
-        return StandIn(run, place._replace(last=is_full or nobody_left))
+        return run, place._replace(last=is_full or nobody_left)
 
-    def _last(self, run: Run) -> StandIn:
-        return StandIn(run, self._place(run, Role.MISSES)._replace(last=True))
+    def _last(self, run: Run) -> tuple[Run, Place]:
+        return run, self._place(run, Role.MISSES)._replace(last=True)
 
     def _place(self, run: Run, role: Role) -> Place:
         return run.stand_in(self.exchange(run), role)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._loop.lockstep_of_forwards import hear, plan
-from gradsync.functional._loop.meeting import begin
-from gradsync.functional._loop.talk import Talk
-from gradsync.functional._window.driver import Run
+from gradsync.functional._loop.first_call import meet_at_first_call
+from gradsync.functional._loop.knowledge import LoopKnowledge
+from gradsync.functional._loop.lockstep_of_forwards import hear_of_call, plan_calls
 from gradsync.functional._window.exchange import Exchange, alike
+from gradsync.functional._window.run import Run
 from gradsync.functional._window.share import ASKS, Share, shares_in
-from gradsync.functional._window.steps_and_tail import ends_with_data
+from gradsync.functional._window.terms import ends_with_data
 from gradsync.functional._window.window import Window
 from gradsync.ranks.tables import Sent
 
@@ -21,37 +21,37 @@ class LoopExchange(Exchange):
 
     has_an_end = True
 
-    def __init__(self, run: Run, talk: Talk) -> None:
+    def __init__(self, run: Run, loop: LoopKnowledge) -> None:
         super().__init__(run.terms)
         self._run = run
-        self._talk = talk
+        self._loop = loop
         self._num_changes = run.num_changes  # at its first call in this loop
         self._has_told_end = False  # whether the others know that this rank has closed its last window
 
     def begin(self) -> None:
-        talk, run = self._talk, self._run
+        loop, run = self._loop, self._run
         if self._has_told_end:
             raise GradSyncError(
-                f"Each item of {talk.name} has had one call, and so the call for the last item has closed the last "
+                f"Each item of {loop.name} has had one call, and so the call for the last item has closed the last "
                 "window, on all ranks; but one more call came for it. Make as many calls for each item, or call after "
                 "the loop."
             )
-        talk.data.call(run)
-        if run not in talk.called:
-            begin(talk, run)
+        loop.data.call(run)
+        if run not in loop.called:
+            meet_at_first_call(loop, run)
 
-    def ends(self, window: Window) -> bool:
-        talk, run = self._talk, self._run
-        if talk.is_in_lockstep:
-            ends = not any(share.left for share in hear(talk, run, window.size))
+    def is_last_call(self, window: Window) -> bool:
+        loop, run = self._loop, self._run
+        if loop.is_in_lockstep:
+            ends = not any(share.left for share in hear_of_call(loop, run, window.size))
         else:
             # With several runs, this rank cannot know whose window closes next: its last call closes none, and
             # after its data it asks the others. If all have as many items, each closes its own.
-            ends = not talk.data.left(run) and (talk.is_even or talk.alone is not None)
+            ends = not loop.data.left(run) and (loop.is_even or loop.alone is not None)
         return ends and ends_with_data(run.terms.tail)
 
     def plan(self, window: Window) -> None:
-        plan(self._talk, self._run, window)
+        plan_calls(self._loop, self._run, window)
 
     def agree(self, window: Window) -> None:
         """Nothing to do: the ranks compared their settings when they met."""
@@ -59,23 +59,23 @@ class LoopExchange(Exchange):
     def share(self, window: Window | None) -> Share:
         """What this rank brings to the run's window, and what it says of its data."""
         share = Share(number=float(self._run.number)) if window is None else window.share()
-        return self._talk.about(self._run, share._replace(changes=float(self._run.num_changes - self._num_changes)))
+        return self._loop.about(self._run, share._replace(changes=float(self._run.num_changes - self._num_changes)))
 
     def send(self, window: Window) -> Sent | None:
-        self._has_told_end = not self._talk.data.left(self._run)
+        self._has_told_end = not self._loop.data.left(self._run)
         return window.team.tables.send(self.share(window).row())
 
     def shares(self, window: Window, sent: Sent | None) -> list[Share]:
         if sent is None:
             return alike(window)
-        talk = self._talk
+        loop = self._loop
         shares = shares_in(sent)
-        talk.check_same(shares)
+        loop.check_same(shares)
         if any(share.left == ASKS for share in shares):
             # A rank whose data has ended may have several windows open, and did not know which of them closes.
-            shares = shares_in(talk.send(self.share(window)))
-        talk.shares = shares
+            shares = shares_in(loop.send(self.share(window)))
+        loop.shares = shares
         return shares
 
     def due(self) -> Sequence[bool]:
-        return [share.left > 0 for share in self._talk.shares]
+        return [share.left > 0 for share in self._loop.shares]

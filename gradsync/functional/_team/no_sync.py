@@ -11,7 +11,7 @@ from gradsync._errors import GradSyncError
 from gradsync.engines import Engine, find, uncovered
 from gradsync.functional._team.hold import Hold
 from gradsync.functional._team.team import Team
-from gradsync.functional._update.profiler_ranges import named_range
+from gradsync.functional._update.contexts import named_range
 from gradsync.ranks.group import require_group, several_ranks
 from gradsync.ranks.lost import WaitingFor
 

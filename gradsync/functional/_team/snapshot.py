@@ -20,7 +20,7 @@ from gradsync.ranks.group import several_ranks
 
 Gathered: TypeAlias = Mapping[torch.Tensor, nn.Parameter]
 
-NOTHING: Gathered = MappingProxyType({})
+NONE_GATHERED: Gathered = MappingProxyType({})
 _Parameters: TypeAlias = Mapping[str, nn.Parameter | None]
 
 _PARAMETERS, _CHILDREN = attrgetter("_parameters"), attrgetter("_modules")  # for `map`, which is faster than a loop
@@ -42,7 +42,7 @@ class Snapshot:
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         ids: frozenset[int],
-        gathered: Gathered = NOTHING,
+        gathered: Gathered = NONE_GATHERED,
         *,
         emptied: Collection[nn.Module] = (),
     ) -> None:
@@ -87,7 +87,7 @@ class Snapshot:
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         emptied: Callable[[], Collection[nn.Module]],
-        gathered: Gathered = NOTHING,
+        gathered: Gathered = NONE_GATHERED,
     ) -> str | None:
         """What has changed since then, in words; None if nothing that matters to an engine."""
         if self._is_still(models, optimizers, gathered):

@@ -19,9 +19,9 @@ from gradsync.engines import attach, find, is_compiled, ungather
 from gradsync.functional._team.hidden_engine import HiddenEngineWatch
 from gradsync.functional._team.hold import Bystanders, Hold
 from gradsync.functional._team.snapshot import Snapshot
+from gradsync.functional._update.contexts import both
 from gradsync.functional._update.gradients import discard, is_there
 from gradsync.functional._update.optimizers import owned
-from gradsync.functional._update.profiler_ranges import both
 from gradsync.ranks.group import require_group
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import insist, meet

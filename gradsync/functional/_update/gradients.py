@@ -30,8 +30,8 @@ def normalise(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """
     if factor == 1.0:
         return
-    for place, gradients in _places(parameters, WHOLE).items():
-        if place.is_sparse:
+    for layout, gradients in _by_layout(parameters, WHOLE).items():
+        if layout.is_sparse:
             for gradient in gradients:
                 gradient.mul_(factor)
         else:
@@ -45,11 +45,11 @@ def norm(parameters: Iterable[nn.Parameter], *, spread: Spread | None = None) ->
     parameter: `run.fitting_team().spread`. Without it such parameters are an error.
     """
     parts: list[torch.Tensor] = []
-    for place, gradients in _places(parameters, spread).items():
+    for layout, gradients in _by_layout(parameters, spread).items():
         part = _full(get_total_norm([_values(gradient) for gradient in gradients]))
-        if place.ranks is not None:
+        if layout.ranks is not None:
             square = part.double().square()
-            dist.all_reduce(square, group=place.ranks)
+            dist.all_reduce(square, group=layout.ranks)
             part = square.sqrt().to(part.dtype)
         parts.append(part)
     if not parts:
@@ -70,12 +70,12 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread 
     parameters = list(parameters)
     total = norm(parameters, spread=spread)
     # torch's function, for one kind at a time: it takes neither sparse gradients nor a mixture with DTensors.
-    alike: defaultdict[_Place, list[nn.Parameter]] = defaultdict(list)
+    alike: defaultdict[_Layout, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            alike[_Place.of(parameter.grad)].append(parameter)
-    for place, members in alike.items():
-        if place.is_sparse:
+            alike[_Layout.of(parameter.grad)].append(parameter)
+    for layout, members in alike.items():
+        if layout.is_sparse:
             normalise(members, min(1.0, max_norm / (float(total) + 1e-6)))
         else:
             clip_grads_with_norm_(members, max_norm, total)
@@ -85,11 +85,11 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, *, spread: Spread 
 def all_finite(parameters: Iterable[nn.Parameter], *, spread: Spread | None = None) -> bool:
     """Whether no gradient has an inf or a NaN, on any rank that has a piece of it. One host synchronisation."""
     flags: list[torch.Tensor] = []
-    for place, gradients in _places(parameters, spread).items():
+    for layout, gradients in _by_layout(parameters, spread).items():
         pieces = [piece for piece in map(values_here, gradients) if piece.numel()]
         # The largest element cannot overflow, which a 2-norm can. A flag is sent, because MAX may lose a NaN.
         odd = (~torch.isfinite(get_total_norm(pieces, float("inf")))).to(gradients[0].device, torch.float32)
-        for group in place.groups():
+        for group in layout.groups():
             dist.all_reduce(odd, op=dist.ReduceOp.MAX, group=group)
         flags.append(odd)
     return not flags or not torch.stack([flag.to(flags[0], non_blocking=True) for flag in flags]).any()
@@ -101,7 +101,7 @@ def discard(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-class _Place(NamedTuple):
+class _Layout(NamedTuple):
     """Where gradients lie: on a mesh, in pieces on ranks, or whole on each rank. A foreach call takes those of one."""
 
     mesh: Any
@@ -109,7 +109,7 @@ class _Place(NamedTuple):
     ranks: dist.ProcessGroup | None
 
     @classmethod
-    def of(cls, gradient: torch.Tensor, ranks: dist.ProcessGroup | None = None) -> _Place:
+    def of(cls, gradient: torch.Tensor, ranks: dist.ProcessGroup | None = None) -> _Layout:
         return cls(getattr(gradient, "device_mesh", None), gradient.is_sparse, ranks)
 
     def groups(self) -> list[dist.ProcessGroup]:
@@ -119,9 +119,9 @@ class _Place(NamedTuple):
         return [] if self.ranks is None else [self.ranks]
 
 
-def _places(parameters: Iterable[nn.Parameter], spread: Spread | None) -> dict[_Place, list[torch.Tensor]]:
-    """The gradients by place. A rank without a piece takes part with an empty piece."""
-    places: defaultdict[_Place, list[torch.Tensor]] = defaultdict(list)
+def _by_layout(parameters: Iterable[nn.Parameter], spread: Spread | None) -> dict[_Layout, list[torch.Tensor]]:
+    """The gradients by layout. A rank without a piece takes part with an empty piece."""
+    layouts: defaultdict[_Layout, list[torch.Tensor]] = defaultdict(list)
     parameters = list(parameters)
     spread = known_spread(parameters, spread)
     for parameter in parameters:
@@ -129,8 +129,8 @@ def _places(parameters: Iterable[nn.Parameter], spread: Spread | None) -> dict[_
         if gradient is None and ranks is not None:
             gradient = parameter.detach().new_empty(0)
         if gradient is not None:
-            places[_Place.of(gradient, ranks)].append(gradient)
-    return places
+            layouts[_Layout.of(gradient, ranks)].append(gradient)
+    return layouts
 
 
 def known_spread(parameters: Iterable[nn.Parameter], spread: Spread | None) -> Spread:

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync._errors import GradSyncError
+from gradsync.functional._update.contexts import named_range
 from gradsync.functional._update.grad_scaler import found_inf, is_scaling, unscale
 from gradsync.functional._update.gradients import Spread, all_finite, clip, normalise
 from gradsync.functional._update.optimizers import move, owned, step_one, zero
-from gradsync.functional._update.profiler_ranges import named_range
 
 NonFinite = Literal["step", "skip", "raise"]
 

@@ -20,7 +20,7 @@ from gradsync.functional._team.team import Team
 from gradsync.functional._window.closing import Closing, factor_of
 from gradsync.functional._window.exchange import Exchange
 from gradsync.functional._window.share import SUMS, Share
-from gradsync.functional._window.steps_and_tail import Terms
+from gradsync.functional._window.terms import Terms
 from gradsync.functional._window.window import Window
 from gradsync.ranks.lost import WaitingFor, is_lost, lost
 from gradsync.ranks.tables import Sent
@@ -45,13 +45,13 @@ class Transport:
 class Held:
     """A held place: no engine synchronises, but with `sync="each"`, and in the first micro-batch of a static graph."""
 
-    __slots__ = ("_skip", "_window", "order")
+    __slots__ = ("_terms", "_window", "order")
     closing = None
 
-    def __init__(self, window: Window, order: Order, skip: tuple[type[BaseException], ...]) -> None:
+    def __init__(self, window: Window, order: Order, terms: Terms) -> None:
         self.order = order
         self._window = window
-        self._skip = skip
+        self._terms = terms
 
     def __enter__(self) -> Self:
         return self
@@ -63,8 +63,8 @@ class Held:
         elif self.order is not HELD:
             try:
                 self.order.complete()
-            except self._skip as failure:
-                if not self._window.fail(failure):
+            except Exception as failure:
+                if not (self._terms.skips(failure) and self._window.fail()):
                     raise
         self._window.index += 1
         return drops
@@ -76,7 +76,7 @@ class Held:
         if self.order is not HELD:
             self.order.abort()
             clarify(error)
-        return isinstance(error, self._skip) and self._window.fail(error)
+        return self._terms.skips(error) and self._window.fail()
 
 
 class Boundary:
@@ -127,7 +127,7 @@ class Boundary:
         closing = self._close_failed()
         if self.order is not HELD:
             clarify(error)
-        if closing is None or not isinstance(error, self._terms.skip) or not self._window.fail(error):
+        if closing is None or not (self._terms.skips(error) and self._window.fail()):
             return False
         self.closing = closing
         return True
@@ -197,7 +197,7 @@ class Boundary:
 Passage: TypeAlias = Held | Boundary
 
 
-class Joined:
+class InUsersBackward:
     """Synchronises in a backward of the user's that has begun already; `done(closing)` is called at its end."""
 
     __slots__ = ("_done", "_has_ended", "_passage", "_reached", "_waits")

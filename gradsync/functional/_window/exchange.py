@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from gradsync._errors import GradSyncError
 from gradsync.functional._team.team import Team
 from gradsync.functional._window.share import IN_WORDS, PLAIN, SUMS, Share, shares_in
-from gradsync.functional._window.steps_and_tail import Terms
+from gradsync.functional._window.terms import Terms
 from gradsync.functional._window.window import Window
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import agreed, insist, meet
@@ -32,7 +32,7 @@ class Exchange:
     def begin(self) -> None:
         """Called when a call begins, before it opens a window."""
 
-    def ends(self, window: Window) -> bool:  # noqa: ARG002 - for loops
+    def is_last_call(self, window: Window) -> bool:  # noqa: ARG002 - for loops
         """Whether the data ends with the call that begins, and its window with it."""
         return False
 

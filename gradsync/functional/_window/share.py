@@ -11,8 +11,8 @@ import torch
 from gradsync._loss import widest
 from gradsync.ranks.tables import Sent
 
-NOTHING, MEANS, SUMS, PLAIN = 0.0, 1.0, 2.0, 3.0  # the kinds of losses
-IN_WORDS = {NOTHING: None, MEANS: "a mean", SUMS: "a LossSum", PLAIN: "a plain backward"}
+NO_LOSS, MEANS, SUMS, PLAIN = 0.0, 1.0, 2.0, 3.0  # the kinds of losses
+IN_WORDS = {NO_LOSS: None, MEANS: "a mean", SUMS: "a LossSum", PLAIN: "a plain backward"}
 NOBODY = -1.0  # in place of a key: no run
 # In place of a number of items that are left:
 UNKNOWN = math.inf
@@ -26,7 +26,7 @@ class Share(NamedTuple):
     num_micro_batches: float = 0.0  # that count in the mean
     num_calls: float = 0.0  # dropped ones included
     size: float = 0.0  # of the window as planned; 0 on a rank that has not opened it
-    kind: float = NOTHING
+    kind: float = NO_LOSS
     # The sum of the counts of its LossSums. (The ignored errors are about the method of a tuple.)
     count: float | torch.Tensor = 0.0  # type: ignore[assignment] # pyright: ignore[reportIncompatibleMethodOverride]
     loss: float | torch.Tensor | Sequence[torch.Tensor] = 0.0  # the sum of its losses, or those to be summed

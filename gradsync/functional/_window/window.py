@@ -17,8 +17,7 @@ from gradsync._state import OPEN, TRAVELLING
 from gradsync.engines import Engine
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.grad_scaler import Scale, is_scaling
-from gradsync.functional._window.share import MEANS, NOTHING, SUMS, Share
-from gradsync.ranks.lost import cannot_be_skipped
+from gradsync.functional._window.share import MEANS, NO_LOSS, SUMS, Share
 from gradsync.ranks.tables import Sent
 
 
@@ -61,11 +60,12 @@ class Window:
     num_own: int = 0  # calls of this rank, without replays
     num_micro_batches: int = 0
     num_dropped: int = 0  # dropped calls
-    kind: float = NOTHING
+    kind: float = NO_LOSS
     count: Count = field(default_factory=Count)
     losses: list[torch.Tensor] = field(default_factory=list)
     failed: bool = False  # whether a backward failed with an exception in `skip`
     scale: Scale | None = None
+    is_warned_of: bool = False  # whether the user knows that it was left open
 
     def __post_init__(self) -> None:
         self.active = [engine for engine in self.team.engines if engine.trainable()]
@@ -74,7 +74,7 @@ class Window:
         """Count a micro-batch of this loss. It is not checked, because it may be detached already."""
         tensor, kind = (loss.loss, SUMS) if isinstance(loss, LossSum) else (loss, MEANS)
         if kind != self.kind:
-            if self.kind != NOTHING:
+            if self.kind != NO_LOSS:
                 raise GradSyncError(
                     "All losses of a window must be of one kind, but a LossSum and a mean came. Return a LossSum in "
                     "each micro-batch, or in none."
@@ -92,12 +92,12 @@ class Window:
         self.num_own += 1
         self.num_dropped += 1
 
-    def fail(self, error: BaseException) -> bool:
+    def fail(self) -> bool:
         """A backward failed with an exception in `skip`: all ranks drop this window, as the table tells them.
 
         Returns whether they can; else the exception goes on.
         """
-        if self.team.forward_communicates or cannot_be_skipped(error):
+        if self.team.forward_communicates:
             return False
         for engine in self.active:
             engine.trainable()  # raises where the engine cannot go on after such a failure (a static graph)
@@ -115,7 +115,7 @@ class Window:
         return self.active if self.num_micro_batches and not self.failed else ()
 
     def what(self) -> str:
-        """What the ranks wait in when the window closes, for an error that names the missing ranks."""
+        """What this rank waits for, for the error if another rank is lost."""
         return f"synchronising the gradients of window {self.number} of {self.team.name}"
 
     def share(self) -> Share:
@@ -191,7 +191,7 @@ def insist_on_one_window(name: str, ids: Collection[int], *, of: object) -> None
             )
 
 
-def land(ids: Collection[int], *, of: object = None, beside: object = None) -> None:
+def settle_others(ids: Collection[int], *, of: object = None, beside: object = None) -> None:
     """Settle the windows of other runs whose gradients travel to these parameters.
 
     The windows of the run `of` are settled whatever their parameters; those of the run `beside` are not.

@@ -1,4 +1,4 @@
-"""`Talk`: what a rank knows of a loop, and the tables by which ranks tell each other. They name runs by their keys."""
+"""`LoopKnowledge`: what a rank knows of a loop, and the tables by which ranks tell each other of it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 import torch.distributed as dist
 
 from gradsync._errors import GradSyncError
-from gradsync.functional._loop.items import Data
+from gradsync.functional._loop.counted_items import CountedItems
 from gradsync.functional._team.team import Team
-from gradsync.functional._window.driver import Run
+from gradsync.functional._window.run import Run
 from gradsync.functional._window.share import NOBODY, Share, shares_in
-from gradsync.functional._window.steps_and_tail import ends_with_data
+from gradsync.functional._window.terms import ends_with_data
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import ONE_FORWARD, agreed, ranks_where
 from gradsync.ranks.tables import Sent, device_of
 
 
-class Talk:
+class LoopKnowledge:
     """The data of a loop here, the runs that it calls, and what all ranks have said of theirs. `Loop` is made of it."""
 
-    def __init__(self, name: str, data: Data, runs: Callable[[], Sequence[Run]]) -> None:
+    def __init__(self, name: str, data: CountedItems, runs: Callable[[], Sequence[Run]]) -> None:
         """`runs` returns the runs that may be called in the loop, as far as this rank knows them."""
         self.name = name
         self.data = data

@@ -1,4 +1,4 @@
-"""`MicroBatches`: runs a call of a step function: the function, its backward, and at the boundary the update."""
+"""`CallRunner`: runs a call of a step function: the function, its backward, and at the boundary the update."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from gradsync._errors import GradSyncError
 from gradsync._step_hook import watch_steps
 from gradsync.decorator.body import Body, Call, Replay
-from gradsync.decorator.compressed import Compressed
 from gradsync.decorator.overlapped import Overlapped
 from gradsync.decorator.participants import Participants, reference
-from gradsync.decorator.progress import Record
+from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
 from gradsync.decorator.updater import Updater
 from gradsync.functional import (
@@ -32,10 +31,11 @@ from gradsync.functional import (
     is_scaling,
     owned,
 )
+from gradsync.overlap.compressed import Compressed
 from gradsync.ranks.lost import WaitingFor
 
 
-class MicroBatches:
+class CallRunner:
     """Runs the calls of one (function, instance, optimizers), window by window. It goes with its optimizers."""
 
     def __init__(self, name: str, order: int, settings: Settings, instance: object) -> None:
@@ -43,10 +43,10 @@ class MicroBatches:
         self.run = Run(name, settings.terms(), order)
         self.thread: int | None = None  # of the last call
         self.body = Body(self.run)
-        self.record = Record(self.run, settings.on_update, reference(instance))
+        self.reporter = Reporter(self.run, settings.on_update, reference(instance))
         if settings.compress is not None and not settings.overlap:  # which compresses by itself
             self.run.transport = Compressed()
-        self.updater = (Overlapped if settings.overlap else Updater)(self.run, settings, self.record)
+        self.updater = (Overlapped if settings.overlap else Updater)(self.run, settings, self.reporter)
         self._in_parts = None if settings.fit is False else InParts(settings.fit, name)
         self._participants: list[Callable[[], object]] = []
         self._counted: list[Callable[[], object]] = []  # those whose replacement is a change
@@ -113,19 +113,19 @@ class MicroBatches:
 
     def __enter__(self) -> None:
         """Inside, a place is taken. An error discards the open window; else `on_update` is called after an update."""
-        self.is_running, self.record.now.stepped = True, False
+        self.is_running, self.reporter.now.stepped = True, False
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.is_running = False
         if kind is None:
-            self.record.tell()
+            self.reporter.call_on_update()
         else:
             self.discard()
 
-    def micro_batch(self, call: Call, loop: Loop | None) -> Any:
+    def run_call(self, call: Call, loop: Loop | None) -> Any:
         """Run the user's function on one micro-batch, its backward, and at the boundary the update."""
-        run, updater, record = self.run, self.updater, self.record
-        if self.is_running or record.is_telling:
+        run, updater, reporter = self.run, self.updater, self.reporter
+        if self.is_running or reporter.is_in_on_update:
             raise GradSyncError(
                 f"{run.name} must not be called from its own body or on_update: a micro-batch is one call, and "
                 "ranks that have run out make updates without one. Call the model instead."
@@ -134,24 +134,22 @@ class MicroBatches:
         with self:
             updater.begin()
             place = run.start(run.who, loop)
-            record.now.size = place.size
+            reporter.now.size = place.size
             if place.last and updater.lands_before_boundary:
                 returned, _ = self._forward_and_backward(place._replace(last=False), call, loop)
                 updater.settle()
                 closing = self._miss(place)  # synchronises what was held
             else:
                 returned, closing = self._forward_and_backward(place, call, loop)
-            record.now.micro_steps += 1
-            with WaitingFor(run.what):
+            reporter.now.micro_steps += 1
+            with WaitingFor(run.open_window.what):
                 self._end_place(closing)
         return returned
 
     def _forward_and_backward(self, place: Place, call: Call, loop: Loop | None) -> tuple[Any, Closing | None]:
         """Run the function and its backward; returns what it returned, and in the last place the closing."""
-        run, now, scaler = self.run, self.record.now, self.updater.scaler()
-        window = run.window
-        assert window is not None, "opened by now"
-        team = window.team
+        run, now, scaler = self.run, self.reporter.now, self.updater.scaler()
+        window, team = run.open_window, run.open_window.team
         if place.index == 0:
             self.body.begin(team)
         with run.holding(place):
@@ -178,9 +176,9 @@ class MicroBatches:
         return returned, closing
 
     def _run_again(self, place: Place) -> Closing | None:
-        with WaitingFor(self.run.what), self.run.holding(place):
+        with WaitingFor(self.run.open_window.what), self.run.holding(place):
             closing = self.run.backward(place, self.body.again())
-        self.record.now.replays += 1
+        self.reporter.now.replays += 1
         return closing
 
     def _miss(self, place: Place) -> Closing | None:
@@ -204,7 +202,7 @@ class MicroBatches:
     def take_part(self, place: Place) -> None:
         """After this rank's data has ended: close its own open window, or take part in a window of the other ranks."""
         with self:
-            self.record.now.size = place.size
+            self.reporter.now.size = place.size
             self._end_place(self._run_again(place) if place.role is Role.REPEATS else self._miss(place))
 
     def land_before_boundary(self) -> None:
@@ -219,9 +217,8 @@ class MicroBatches:
         if not self.run.agree_to_flush():
             return
         with self:
-            closing, window = self.run.flush(), self.run.window
-            assert window is not None, "it closes here"
-            self.record.now.size = window.size
+            closing = self.run.flush_agreed()
+            self.reporter.now.size = self.run.open_window.size
             self._end_place(closing)
             self.updater.settle()
 

@@ -10,6 +10,9 @@ from typing import Any, Literal, TypeAlias
 from torch import nn
 from torch.optim import Optimizer
 
+from gradsync._errors import is_misuse
+from gradsync.ranks.lost import is_lost
+
 Steps: TypeAlias = int | Callable[[int], int]
 """How many micro-batches a window has: a number, or a function of the window's number."""
 
@@ -98,6 +101,10 @@ class Terms:
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
+
+    def skips(self, error: BaseException) -> bool:
+        """Whether `skip` has the type of an error, and it is neither misuse nor means a lost rank."""
+        return isinstance(error, self.skip) and not (is_misuse(error) or is_lost(error))
 
     def in_words(self, number: int) -> dict[str, Any]:
         """What the ranks compare for window `number`."""

@@ -9,7 +9,7 @@ import torch
 from gradsync._errors import GradSyncError
 from gradsync.functional import Team, Transport, Window
 from gradsync.overlap import Travel
-from gradsync.overlap.attach import attach
+from gradsync.overlap.travel_hook import travel_of
 
 
 class Compressed(Transport):
@@ -40,4 +40,4 @@ class Compressed(Transport):
 def travels_of(window: Window) -> Sequence[Travel]:
     """The states of the communication hooks of a window's engines; none on a single rank."""
     carriers = [engine.carrier for engine in window.active] if window.team.num_ranks > 1 else []
-    return [attach(one.ddp, ledger=one.ledger, flagged=one.flagged) for one in carriers if one is not None]
+    return [travel_of(one.ddp, ledger=one.ledger, flagged=one.flagged) for one in carriers if one is not None]

@@ -16,7 +16,7 @@ from gradsync._errors import GradSyncError
 from gradsync.overlap.travel import Travel, travel
 
 
-def attach(
+def travel_of(
     ddp: DistributedDataParallel,
     *,
     ledger: nn.Parameter | None = None,

@@ -1,4 +1,4 @@
-"""Ranges in torch.profiler, which are free if no profiler runs."""
+"""Contexts: two as one, and ranges in torch.profiler, which are free if no profiler runs."""
 
 from __future__ import annotations
 

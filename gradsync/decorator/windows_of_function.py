@@ -1,4 +1,4 @@
-"""`Calls`: all calls of one function and instance. Finds the windows that a call belongs to; flushes, saves, loads."""
+"""`WindowsOfFunction`: finds the windows that a call of a function belongs to; flushes, saves and loads all of them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync.decorator.body import Call
+from gradsync.decorator.call_runner import CallRunner
 from gradsync.decorator.checkpoint import VERSION, check, load, progress_in, save, windows_in, without_window
-from gradsync.decorator.micro_batches import MicroBatches
 from gradsync.decorator.participants import participants_of
 from gradsync.decorator.progress import Progress
 from gradsync.decorator.settings import Settings
 from gradsync.engines import find
 from gradsync.functional import Loop, Run, Who, discard
 from gradsync.overlap import LEFT
-from gradsync.ranks.meet import nothing_here
+from gradsync.ranks.meet import no_item_here
 
 _MOST_NESTED = 64  # functions in nested `.over`s; a run's key is the number of its windows times this, plus its place
 
 
-class Calls:
+class WindowsOfFunction:
     """The calls of a function, and of a method for each instance (`of`).
 
-    Those with the same optimizers are micro-batches of the same windows. `every` has a `MicroBatches` for each, which
+    Those with the same optimizers are micro-batches of the same windows. `every` has a `CallRunner` for each, which
     is dropped when its optimizer is.
     """
 
@@ -43,53 +43,53 @@ class Calls:
         self.position = 0  # among the functions of nested `.over`s
         self._place = place
         self._order = order
-        self._of: dict[int, Calls] = {}  # those of a method, by the id of its instance
-        self.every: list[MicroBatches] = []  # in the order of their first call
-        self._latest: MicroBatches | None = None
+        self._of: dict[int, WindowsOfFunction] = {}  # those of a method, by the id of its instance
+        self.every: list[CallRunner] = []  # in the order of their first call
+        self._latest: CallRunner | None = None
         self._last = Progress()  # of windows whose optimizer is gone
         self._cut_off: list[Who] = []  # whose windows were open when their optimizer died
         self._loaded: list[dict[str, Any]] = []  # loaded states whose window has had no call yet
         self._loaded_latest: int | None = None  # the number of the state that was called last
 
-    def of(self, instance: object) -> Calls:
-        """The calls of one instance. They end with it; with __slots__ nobody is told, and its optimizers end them."""
+    def of(self, instance: object) -> WindowsOfFunction:
+        """Those of one instance. They end with it; with __slots__ nobody is told, and its optimizers end them."""
         if instance is None:
             return self
-        calls = self._of.get(id(instance))
-        if calls is None:
-            made = Calls(self.name, self.settings, self._place, self._order)
-            calls = self._of.setdefault(id(instance), made)  # another thread may have made it meanwhile
-            if calls is made:
+        own = self._of.get(id(instance))
+        if own is None:
+            made = WindowsOfFunction(self.name, self.settings, self._place, self._order)
+            own = self._of.setdefault(id(instance), made)  # another thread may have made it meanwhile
+            if own is made:
                 with suppress(TypeError):
                     weakref.finalize(instance, _weakly(self._forget), id(instance)).atexit = False
-        return calls
+        return own
 
     def call(self, call: Call, instance: object, loop: Loop | None) -> Any:
         """One micro-batch, in a loop or not."""
-        micro_batches, settings = self._latest, self.settings
+        runner, settings = self._latest, self.settings
         _, args, kwargs = call
         found = settings.find(instance, args, kwargs)
-        if micro_batches is None or not micro_batches.has(found):
-            micro_batches = self._find(instance, found, [*args, *kwargs.values()])
-        if micro_batches.run.window is None:
+        if runner is None or not runner.has(found):
+            runner = self._find(instance, found, [*args, *kwargs.values()])
+        if runner.run.window is None:
             settings.refuse_hidden(found, args, kwargs, self.name)
-        return micro_batches.micro_batch(call, loop)
+        return runner.run_call(call, loop)
 
     # -- all windows ------------------------------------------------------------------------------------------------
 
-    def of_this_thread(self) -> list[MicroBatches]:
+    def of_this_thread(self) -> list[CallRunner]:
         """Those that no other thread has called last."""
-        return [micro_batches for micro_batches in self.every if micro_batches.thread in {None, get_ident()}]
+        return [runner for runner in self.every if runner.thread in {None, get_ident()}]
 
     def runs(self, instance: object) -> list[Run]:
         """The runs that a loop in this thread may call, in the order of their first call."""
         self._find_known(instance)
-        return [micro_batches.run for micro_batches in self.of_this_thread()]
+        return [runner.run for runner in self.of_this_thread()]
 
     def number_runs(self) -> None:
         """Give the runs the numbers that the ranks of a loop call them by."""
-        for micro_batches in self.every:
-            micro_batches.run.key = micro_batches.order * _MOST_NESTED + self.position
+        for runner in self.every:
+            runner.run.key = runner.order * _MOST_NESTED + self.position
 
     def flush(self, instance: object) -> None:
         """Close all open windows."""
@@ -103,34 +103,34 @@ class Calls:
                     f"{waiting} micro-batches, but no call has brought them yet. Name them: "
                     "accumulating(..., model=..., optimizer=...), or call reset() to drop that window."
                 )
-            nothing_here(f"flush of {self.name}")
-        for micro_batches in [*self.every]:
-            micro_batches.flush()
+            no_item_here(f"flush of {self.name}")
+        for runner in [*self.every]:
+            runner.flush()
 
     def settle(self) -> None:
         """Wait for what travels in this thread's windows, and make the updates."""
-        for micro_batches in self.of_this_thread():
-            micro_batches.updater.settle()
+        for runner in self.of_this_thread():
+            runner.updater.settle()
 
     def reset(self) -> None:
         """Discard all open windows."""
         self._end_what_was_left("reset()")
-        for micro_batches in [*self.every]:
-            micro_batches.discard()
+        for runner in [*self.every]:
+            runner.discard()
         self._loaded = [*map(without_window, self._loaded)]
 
     @property
     def progress(self) -> Progress:
         """The progress of the window that was called last."""
         if self._latest is not None:
-            return self._latest.record.progress
+            return self._latest.reporter.progress
         return self._last if self._loaded_latest is None else progress_in(self._loaded[self._loaded_latest])
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all windows, in the order of their first call, and the number of the last called."""
         every = [*self.every]
-        for micro_batches in every:
-            micro_batches.updater.settle()
+        for runner in every:
+            runner.updater.settle()
         latest = next((place for place, one in enumerate(every) if one is self._latest), None)
         return {
             "version": VERSION,
@@ -145,17 +145,17 @@ class Calls:
         """
         self._insist_on_rest("load_state_dict()")
         every, states = [*self.every], windows_in(state, self.name, self.settings.steps)
-        for micro_batches in every:
-            micro_batches.updater.settle()
+        for runner in every:
+            runner.updater.settle()
         known = [*zip(every, states, strict=False)]
-        for micro_batches, one in known:
-            check(micro_batches.run, one)
+        for runner, one in known:
+            check(runner.run, one)
         self._cut_off.clear()
-        for micro_batches in every:
-            micro_batches.discard()
-            micro_batches.record.go_on_from(Progress())
-        for micro_batches, one in known:
-            load(micro_batches, one)
+        for runner in every:
+            runner.discard()
+            runner.reporter.go_on_from(Progress())
+        for runner, one in known:
+            load(runner, one)
         latest = state["latest"]
         if latest is not None and latest < len(every):
             self._latest = every[latest]
@@ -163,7 +163,7 @@ class Calls:
 
     def _insist_on_rest(self, what: str) -> None:
         """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
-        if any(micro_batches.is_running for micro_batches in self.of_this_thread()):
+        if any(runner.is_running for runner in self.of_this_thread()):
             raise GradSyncError(
                 f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that runs while "
                 "the next window is open (overlap); ranks whose data has ended run that at another time. Call it "
@@ -178,24 +178,24 @@ class Calls:
 
     # -- the windows of a call --------------------------------------------------------------------------------------
 
-    def _find(self, instance: object, found: Sequence[object], came: Sequence[object] = ()) -> MicroBatches:
+    def _find(self, instance: object, found: Sequence[object], came: Sequence[object] = ()) -> CallRunner:
         participants = participants_of(found, came, self.name, is_method=instance is not None)
         optimizers = [*participants.optimizers]
-        micro_batches = next((one for one in self.every if one.run.who.optimizers == optimizers), None)
-        if micro_batches is None:
+        runner = next((one for one in self.every if one.run.who.optimizers == optimizers), None)
+        if runner is None:
             self._drop_cut_off(participants.models)
-            micro_batches = MicroBatches(self.name, next(self._order), self.settings, instance)
-            micro_batches.ends = [weakref.ref(optimizer, _weakly(self._drop)) for optimizer in optimizers]
-        micro_batches.bind(participants, found)
-        if micro_batches not in self.every:
-            self.every.append(micro_batches)
+            runner = CallRunner(self.name, next(self._order), self.settings, instance)
+            runner.ends = [weakref.ref(optimizer, _weakly(self._drop)) for optimizer in optimizers]
+        runner.bind(participants, found)
+        if runner not in self.every:
+            self.every.append(runner)
             self.number_runs()
-        if self._loaded and not micro_batches.record.now.micro_steps:
+        if self._loaded and not runner.reporter.now.micro_steps:
             state, *others = self._loaded
-            load(micro_batches, state)
+            load(runner, state)
             self._loaded, self._loaded_latest = others, None
-        self._latest = micro_batches  # only now: as long as the state does not fit, each call says so
-        return micro_batches
+        self._latest = runner  # only now: as long as the state does not fit, each call says so
+        return runner
 
     def _find_known(self, instance: object) -> None:
         """If there are no windows, and the keywords name the participants, make the windows of those."""
@@ -206,10 +206,10 @@ class Calls:
 
     def warn_if_open(self) -> None:
         """Called at the end of the instance, the function or the program."""
-        for micro_batches in self.every:
-            self._warn_if_open(micro_batches)
-        for calls in [*self._of.values()]:
-            calls.warn_if_open()
+        for runner in self.every:
+            self._warn_if_open(runner)
+        for own in [*self._of.values()]:
+            own.warn_if_open()
 
     def _forget(self, key: int) -> None:
         """An instance is gone; another instance may get its id."""
@@ -217,27 +217,27 @@ class Calls:
 
     def _drop(self, end: weakref.ref[Any]) -> None:
         """An optimizer is gone: drop its windows."""
-        gone = [micro_batches for micro_batches in self.every if end in micro_batches.ends]
-        self.every = [micro_batches for micro_batches in self.every if end not in micro_batches.ends]
-        for micro_batches in gone:
-            if micro_batches.run.index:
-                self._cut_off.append(micro_batches.run.who)
-            if micro_batches is self._latest:
-                self._latest, self._last = None, micro_batches.record.progress
-        for micro_batches in gone:
-            self._warn_if_open(micro_batches)  # which may raise, where warnings are errors
+        gone = [runner for runner in self.every if end in runner.ends]
+        self.every = [runner for runner in self.every if end not in runner.ends]
+        for runner in gone:
+            if runner.run.index:
+                self._cut_off.append(runner.run.who)
+            if runner is self._latest:
+                self._latest, self._last = None, runner.reporter.progress
+        for runner in gone:
+            self._warn_if_open(runner)  # which may raise, where warnings are errors
 
-    def _warn_if_open(self, micro_batches: MicroBatches) -> None:
-        run = micro_batches.run
-        if micro_batches.updater.abandon():
+    def _warn_if_open(self, runner: CallRunner) -> None:
+        run = runner.run
+        if runner.updater.abandon():
             self._warn(LEFT.format(what=self.name))
-        if not run.index:
+        window = run.window
+        if window is None or not window.index:
             return
-        index, is_warned = run.index, run.warned_of is run.window
         run.abandon()
-        if not is_warned:
+        if not window.is_warned_of:
             self._warn(
-                f"{self.name} ended with a window open: {index} of {micro_batches.record.now.size} "
+                f"{self.name} ended with a window open: {window.index} of {runner.reporter.now.size} "
                 f"micro-batches were accumulated and never used. Iterate with {self.name}.over(...), or call "
                 f"{self.name}.flush() when the data ends."
             )

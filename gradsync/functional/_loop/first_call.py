@@ -5,40 +5,40 @@ from __future__ import annotations
 from gradsync._errors import GradSyncError
 from gradsync._frames import is_running
 from gradsync._state import LOOPS
-from gradsync.functional._loop.talk import Talk
-from gradsync.functional._window.driver import Run
+from gradsync.functional._loop.knowledge import LoopKnowledge
+from gradsync.functional._window.run import Run
 from gradsync.functional._window.share import NOBODY, Share
-from gradsync.ranks.meet import agreed, meet_with_data, nothing_here, ranks_where
+from gradsync.ranks.meet import agreed, meet_with_data, no_item_here, ranks_where
 
 
-def begin(talk: Talk, run: Run) -> None:
+def meet_at_first_call(loop: LoopKnowledge, run: Run) -> None:
     """The first call of a run in the loop begins."""
-    if not talk.called:
-        _meet(talk, run)
+    if not loop.called:
+        _meet(loop, run)
     else:
         if run.team is None:
-            talk.announce(run)
-        talk.called.append(run)
-    keys = [one.key for one in talk.known]
+            loop.announce(run)
+        loop.called.append(run)
+    keys = [one.key for one in loop.known]
     if len(set(keys)) < len(keys):
         raise GradSyncError(
-            f"Each run that is called in {talk.name} needs a key of its own, the same on all ranks, but the keys "
+            f"Each run that is called in {loop.name} needs a key of its own, the same on all ranks, but the keys "
             f"are {', '.join(map(str, keys))}. Pass key= to functional.Run: 0, 1, ..."
         )
 
 
-def meet_without_call(talk: Talk) -> None:
+def meet_without_call(loop: LoopKnowledge) -> None:
     """This rank's data has ended without a call: the other ranks may have more."""
-    runs = talk.known
+    runs = loop.known
     if runs:
-        _meet(talk, next((run for run in runs if run.window is not None), runs[0]))
+        _meet(loop, next((run for run in runs if run.window is not None), runs[0]))
     else:
-        nothing_here(f"the data of {talk.name}")
+        no_item_here(f"the data of {loop.name}")
 
 
-def beside(talk: Talk) -> list[Talk]:
+def beside(loop: LoopKnowledge) -> list[LoopKnowledge]:
     """The other loops of this thread that are under way."""
-    return [one for one in LOOPS if one is not talk and is_running(one.driver)]
+    return [one for one in LOOPS if one is not loop and is_running(one.driver)]
 
 
 def one_loop(what: str) -> GradSyncError:
@@ -50,10 +50,10 @@ def one_loop(what: str) -> GradSyncError:
     )
 
 
-def _meet(talk: Talk, run: Run) -> None:
+def _meet(loop: LoopKnowledge, run: Run) -> None:
     """Compare settings, of each run on the ranks that know it, and hear who has items. Errors come on every rank."""
-    name, data, team = talk.name, talk.data, run.fitting_team()
-    talk.called.append(run)
+    name, data, team = loop.name, loop.data, run.fitting_team()
+    loop.called.append(run)
     if team.num_ranks == 1:
         return
     if any(engine.joins for engine in team.engines):
@@ -63,12 +63,12 @@ def _meet(talk: Talk, run: Run) -> None:
         )
     share = Share(
         left=data.left(run) + (not data.has_ended),
-        once=float(talk.foresees(run)),
+        once=float(loop.foresees(run)),
         open=float(run.key) if run.index else NOBODY,
     )
-    uneven = (one.name for one in beside(talk) if len({*one.lengths} - {None}) > 1)
+    uneven = (one.name for one in beside(loop) if len({*one.lengths} - {None}) > 1)
     saying = {
-        "windows": {str(one.key): one.in_words() for one in talk.known},
+        "windows": {str(one.key): one.in_words() for one in loop.known},
         "items": data.length,
         "share": share.row(),
         "can repeat": not data.has_ended or run.can_repeat,
@@ -86,9 +86,9 @@ def _meet(talk: Talk, run: Run) -> None:
             f"{name} began in the middle of {around}, in which they do: a rank that has run out of {around} would come "
             f"to {name} at another time than the others"
         )
-    talk.lengths = [one["items"] for one in said]
-    talk.shares = [Share.of(one["share"]) for one in said]
-    anything = any(share.left or share.open != NOBODY for share in talk.shares)
+    loop.lengths = [one["items"] for one in said]
+    loop.shares = [Share.of(one["share"]) for one in said]
+    anything = any(share.left or share.open != NOBODY for share in loop.shares)
     owes = any(engine.owes_first for engine in team.engines)  # all ranks must run its very first micro-batch
     if anything and (team.forward_communicates or owes or run.terms.repeats == "always"):
         cannot = ranks_where(not one["can repeat"] for one in said)
@@ -98,8 +98,8 @@ def _meet(talk: Talk, run: Run) -> None:
                 f"(the engine's forward communicates, or this is sync_every), but rank {cannot} has none. Give each "
                 "rank an item, or use accumulating, whose .over needs none on DDP."
             )
-    if team.has_sync_batchnorm and not talk.is_even:
-        told = ", ".join(f"rank {rank} has {'?' if n is None else n}" for rank, n in enumerate(talk.lengths))
+    if team.has_sync_batchnorm and not loop.is_even:
+        told = ", ".join(f"rank {rank} has {'?' if n is None else n}" for rank, n in enumerate(loop.lengths))
         raise GradSyncError(
             f"SyncBatchNorm waits for every rank in each forward, so that all need equally many items in {name}, but "
             f"{told}. Give each rank as many, in an iterable with a length."

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.engines._buffers_for_overlap import BuffersOnTheirWay
+from gradsync.engines._buffers_sent_ahead import BuffersOnTheirWay
 from gradsync.engines._ddp import DDPEngine
 from gradsync.engines._ddp_usable import insist_on_shapes, note_wires
 from gradsync.engines._protocol import Carrier

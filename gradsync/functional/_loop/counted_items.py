@@ -22,7 +22,7 @@ def with_last(iterable: Iterable[T], name: str = "a loop") -> Iterator[tuple[T, 
     >>> list(with_last(iter("ab")))
     [('a', False), ('b', True)]
     """
-    data = Data(length(iterable))
+    data = CountedItems(length(iterable))
     for item in data.items(iterable, name, lambda: 1):
         yield item, not data.num_known
 
@@ -35,7 +35,7 @@ def length(iterable: object) -> int | None:
         return None
 
 
-class Data:
+class CountedItems:
     """What a loop knows of its iterable. Calls are counted for each run."""
 
     def __init__(self, length: int | None) -> None:
@@ -54,7 +54,7 @@ class Data:
 
         Where the length is known, nothing is drawn ahead; where it is not, `ahead()` items are, asked before each.
 
-        >>> data = Data(None)
+        >>> data = CountedItems(None)
         >>> [(item, data.num_known) for item in data.items(iter("abcd"), "a loop", lambda: 2)]
         [('a', 2), ('b', 2), ('c', 1), ('d', 0)]
         """

@@ -21,7 +21,7 @@ from gradsync._loss import LossSum, check_loss, detach, find_loss, tensor_of
 from gradsync.parts.arrived import Arrived
 from gradsync.parts.before import Before
 from gradsync.parts.cut import Arguments, first_rows, shape_of
-from gradsync.parts.loss import add, put
+from gradsync.parts.loss_of_parts import add, put
 from gradsync.parts.out_of_memory import free, is_out_of_memory, let_go
 from gradsync.parts.quiet import Quiet
 from gradsync.parts.refuse import check_graph

@@ -17,10 +17,10 @@ from gradsync.engines import find
 from gradsync.functional._team.team import Team
 from gradsync.functional._window.boundary import Passage
 from gradsync.functional._window.closing import Closing
-from gradsync.functional._window.driver import Run
+from gradsync.functional._window.run import Run
 from gradsync.functional._window.window import Place, Role, weigh
 from gradsync.parts import Backward, Cut, Fit, is_out_of_memory, run_in_parts
-from gradsync.ranks.lost import cannot_be_skipped, is_lost
+from gradsync.ranks.lost import is_lost
 
 
 class InParts:
@@ -87,9 +87,7 @@ class _BackwardOfWindow(Backward):
         self._run, self._place, self._scaler, self._changes = run, place, scaler, changes
 
     def begin(self, loss: torch.Tensor | LossSum, weight: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-        window = self._run.window
-        assert window is not None, "a place has been started"
-        tensor, seed = weigh(window, loss, self._scaler)
+        tensor, seed = weigh(self._run.open_window, loss, self._scaler)
         if weight != 1.0:
             seed = torch.full_like(tensor, weight) if seed is None else seed * weight
         if self._first is None and self._begun is None:
@@ -133,7 +131,7 @@ class _BackwardOfWindow(Backward):
             self.closing = self._begun.closing
             return drops
         # It failed before any backward, for another reason than memory, or it could not be cut.
-        if error is None or not isinstance(error, run.terms.skip) or cannot_be_skipped(error):
+        if error is None or not run.terms.skips(error):
             return False
         self.closing = run.drop(self._place)
         return True

@@ -15,14 +15,14 @@ from gradsync._state import OPEN
 from gradsync.functional._team.backward import HELD, Order, RunBackward, backward
 from gradsync.functional._team.hold import weightless
 from gradsync.functional._team.team import Team
+from gradsync.functional._update.contexts import both, named_range
 from gradsync.functional._update.optimizers import owned
-from gradsync.functional._update.profiler_ranges import both, named_range
-from gradsync.functional._window.boundary import Boundary, Held, Joined, Passage, Transport
+from gradsync.functional._window.boundary import Boundary, Held, InUsersBackward, Passage, Transport
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.exchange import Exchange, Exchanges, compare_sizes, meet_at_flush
 from gradsync.functional._window.share import PLAIN
-from gradsync.functional._window.steps_and_tail import Terms, Who, window_size
-from gradsync.functional._window.window import RUNS, Place, Role, Window, insist_on_one_window, land, weigh
+from gradsync.functional._window.terms import Terms, Who, window_size
+from gradsync.functional._window.window import RUNS, Place, Role, Window, insist_on_one_window, settle_others, weigh
 
 
 class Run:
@@ -48,13 +48,17 @@ class Run:
         self.team: Team | None = None
         self.window: Window | None = None
         self.replay: Any = None  # runs the last good micro-batch once more; has `is_alive`
-        self.warned_of: Window | None = None  # the open window that the user was warned of
         self.who = Who()
         # How gradients travel; `overlap` and `compress` put another way here.
         self.transport = Transport()
         self._alone = Exchange(terms)  # outside of loops
         self._exchange = self._alone  # of the current place
-        self._agreed = False  # whether the ranks have agreed to flush
+
+    @property
+    def open_window(self) -> Window:
+        """The open window, where one must be open."""
+        assert self.window is not None, "a place has been started"
+        return self.window
 
     @property
     def index(self) -> int:
@@ -82,7 +86,7 @@ class Run:
         self._exchange = exchange = self._alone if loop is None else loop.exchange(self)
         exchange.begin()
         window = self.window or self._opened()
-        last = exchange.ends(window) or window.index + 1 >= window.size
+        last = exchange.is_last_call(window) or window.index + 1 >= window.size
         place = Place(window.number, window.index, window.size, last)
         if goes_on and window.team.holds_inside:
             self.insist_on_same(place)  # a forward of other parameters could wait for the other ranks, or fail
@@ -94,7 +98,7 @@ class Run:
         Asked before each backward, because a body may change them too. In held places only `requires_grad` is compared,
         which is cheap.
         """
-        team = self._open_window.team
+        team = self.open_window.team
         if place.last:
             team.check(self.name, self.who.models, self.who.optimizers)
         else:
@@ -108,7 +112,7 @@ class Run:
 
     def holding(self, place: Place) -> AbstractContextManager[Any]:
         """A context for a micro-batch's forward and backward, in which the engines hold gradients back."""
-        team = self._open_window.team
+        team = self.open_window.team
         hold = team.first_hold(self.name, self.who.models) if team.is_new else team.hold
         if place.role is not RUNS:
             hold = both(hold, weightless(team.leaves))
@@ -151,13 +155,13 @@ class Run:
         backward; `closing` is then what `Run.backward` would return.
         """
         self.insist_on_same(place)
-        window = self._open_window
+        window = self.open_window
         window.add(loss)
         return self._passage(window, place, self._order(window, place))
 
     def miss(self, place: Place) -> Closing | None:
         """Run nothing in this place. In the last place, what is held synchronises without a backward."""
-        window = self._open_window
+        window = self.open_window
         order = self._order(window, place)
         # The first synchronisation of a static graph must run in a backward: this rank's next one does it.
         owes = not place.last and any(engine.owes_first for engine in order.armed)
@@ -168,36 +172,38 @@ class Run:
 
     def drop(self, place: Place) -> Closing | None:
         """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean."""
-        self._open_window.drop()
+        self.open_window.drop()
         return self.miss(place)
 
     @property
     def is_plain(self) -> bool:
         """Whether a backward that is not ours has been in the open window."""
-        return self._open_window.kind == PLAIN
+        return self.open_window.kind == PLAIN
 
     def note_plain(self, place: Place) -> None:
         """A backward that is not ours has come, in a place that is held."""
         if place.role is RUNS:
-            self._open_window.kind = PLAIN
+            self.open_window.kind = PLAIN
 
     def synchronises(self, place: Place) -> bool:
         """Whether engines synchronise in the backward of this place."""
-        return place.last or any(engine.owes_first for engine in self._open_window.active)
+        return place.last or any(engine.owes_first for engine in self.open_window.active)
 
-    def join(self, place: Place, reached: set[int], done: Callable[[Closing | None], None]) -> Callable[[], bool]:
+    def join_users_backward(
+        self, place: Place, reached: set[int], done: Callable[[Closing | None], None]
+    ) -> Callable[[], bool]:
         """Synchronise in a backward that the user runs and that has begun; `done` is called at its end.
 
         `reached` collects the ids of the leaves that the backward comes to. Call what is returned after the backward,
         however that ended. If the backward failed, it completes the collectives; it returns whether the failure was a
         wait for other ranks.
         """
-        window = self._open_window
+        window = self.open_window
         if place.role is RUNS:
             window.num_micro_batches += 1
             window.num_own += 1
             window.kind = PLAIN
-        return Joined(self._passage(window, place, self._order(window, place)), reached, done).over
+        return InUsersBackward(self._passage(window, place, self._order(window, place)), reached, done).over
 
     # -- a window ---------------------------------------------------------------------------------------------------
 
@@ -208,14 +214,14 @@ class Run:
         models, optimizers = self.who.models, self.who.optimizers
         if self.team is None or not self.team.fits(models, optimizers):
             inside = (one for model in models for one in model.parameters())
-            land({id(parameter) for parameter in (*owned(optimizers), *inside)}, of=self)
+            settle_others({id(parameter) for parameter in (*owned(optimizers), *inside)}, of=self)
             self.team = Team(self.name, models, optimizers, sync=self.terms.sync, before=self.team)
         return self.team
 
     def open(self, team: Team) -> Window:
         """Open a window of this team, which must fit the models and optimizers."""
         insist_on_one_window(self.name, team.ids, of=self)
-        land(team.ids, beside=self)
+        settle_others(team.ids, beside=self)
         self.transport.check(team)
         size = window_size(self.terms.steps, self.number)
         self.window = Window(team, self.number, size, self.terms.keeps_losses)
@@ -235,8 +241,8 @@ class Run:
 
     def pass_by(self) -> None:
         """Count a place in which this rank ran nothing."""
-        self._open_window.num_own += 1
-        self._open_window.index += 1
+        self.open_window.num_own += 1
+        self.open_window.index += 1
 
     def abandon(self) -> None:
         """Forget the open window. Its gradients stay."""
@@ -258,16 +264,17 @@ class Run:
             self.window.team.drop_gradients()
         self.abandon()
 
+    def flush(self) -> Closing | None:
+        """Close the open window now; None if no rank has one. Collective: the ranks agree first."""
+        return self.flush_agreed() if self.agree_to_flush() else None
+
     def agree_to_flush(self) -> bool:
         """Whether any rank has an open window. Collective. Raises unless all have closed as many before it."""
-        self._agreed = any(meet_at_flush(self.fitting_team(), self.number, self.index))
-        return self._agreed
+        return any(meet_at_flush(self.fitting_team(), self.number, self.index))
 
-    def flush(self) -> Closing | None:
-        """Close the open window now; None if no rank has one. Collective: the ranks agree first, if not done yet."""
-        if not self._agreed and not self.agree_to_flush():
-            return None
-        self._exchange, self._agreed = self._alone, False
+    def flush_agreed(self) -> Closing | None:
+        """Close the window that is open on any rank, as all ranks have agreed to."""
+        self._exchange = self._alone
         team = self.fitting_team()
         window = self.window or self.open(team)
         window.heard = team.tables.send(window.share().row())
@@ -278,10 +285,6 @@ class Run:
     def in_words(self) -> dict[str, Any]:
         """What must be the same on all ranks, for them to compare."""
         return {"number of closed windows": self.number, **self.terms.in_words(self.number)}
-
-    def what(self) -> str:
-        """What this rank waits in, for an error that names the missing ranks."""
-        return f"synchronising the gradients of window {self.number} of {self.name}"
 
     def go_on_from(self, number: int, num_dropped: int) -> None:
         """Set the numbers of closed windows and of dropped micro-batches, as a checkpoint has them."""
@@ -298,7 +301,7 @@ class Run:
     def _passage(self, window: Window, place: Place, order: Order) -> Passage:
         if place.last:
             return Boundary(window, order, self.terms, self._exchange, self.transport)
-        return Held(window, order, self.terms.skip)
+        return Held(window, order, self.terms)
 
     def _order(self, window: Window, place: Place) -> Order:
         """How the engines synchronise in this place."""
@@ -316,8 +319,3 @@ class Run:
             if engine.owes_first:
                 return Order([one for one in window.active if one.owes_first])
         return HELD
-
-    @property
-    def _open_window(self) -> Window:
-        assert self.window is not None, "a place has been started"
-        return self.window

@@ -1,4 +1,4 @@
-"""`Turn`: the current turn of a loop over `sync_every`: what is held in it, and what the user does there."""
+"""`BodyWatch`: watches the body of a loop over `sync_every`: what is held in each turn, and what the user does."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gradsync._step_hook import watch_steps
 from gradsync.functional._iterator.plain_backward import Arrivals, PlainBackward
 from gradsync.functional._iterator.users_gradients import check_step, insist_on_none_inside, insist_on_none_left, mark
 from gradsync.functional._team.team import Team
+from gradsync.functional._update.contexts import NO_RANGE
 from gradsync.functional._update.gradients import normalise
 from gradsync.functional._update.optimizers import owned
-from gradsync.functional._update.profiler_ranges import NO_RANGE
 from gradsync.functional._window.closing import Closing
-from gradsync.functional._window.driver import Run
 from gradsync.functional._window.gradient_watch import GradientWatch
+from gradsync.functional._window.run import Run
 from gradsync.functional._window.window import Place
 from gradsync.ranks.lost import waited
 
@@ -40,7 +40,7 @@ _BROKEN = frozenset({_BEGUN, _MIXED})  # if a turn ends like this
 _LISTENING = frozenset({_FRESH, _DONE, _MIXED})
 
 
-class Turn:
+class BodyWatch:
     """One turn of the loop after another. It sees plain backwards, changed gradients, and wrong steps.
 
     Most of that is an error once the user has called `step.backward`.
@@ -85,7 +85,7 @@ class Turn:
 
     # -- a turn -----------------------------------------------------------------------------------------------------
 
-    def at(self, place: Place) -> Turn:
+    def at(self, place: Place) -> BodyWatch:
         """A turn begins. Context manager around its body, in which gradients are held back."""
         run = self._run
         self._place, self._state, self._closing, self._over = place, _FRESH, None, None
@@ -110,7 +110,7 @@ class Turn:
                 self._stop_plain()
             if self._over is not None and self._over():
                 # The user's backward raised torch's error; an iterator cannot replace it, but can warn beside it.
-                warnings.warn(waited(self._run.what()), RuntimeWarning, stacklevel=3)
+                warnings.warn(waited(self._run.open_window.what()), RuntimeWarning, stacklevel=3)
         finally:
             self._hold.__exit__(kind, error, where)
         if kind is None and place is not None:
@@ -224,7 +224,7 @@ class Turn:
         if self._over is None:
             if not run.fitting_team().holds_inside:  # their parameters are gathered now
                 run.insist_on_same(place)
-            self._over = run.join(place, self._plain.reached, self._note)
+            self._over = run.join_users_backward(place, self._plain.reached, self._note)
         elif self._closing is not None and place.last:
             raise GradSyncError(
                 "The last micro-step of a window runs one backward, which synchronises the window, but a second one "
