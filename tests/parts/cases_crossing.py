@@ -41,7 +41,7 @@ class Limited(Model):
 
 def trained(plan: Plan, where, limits, **options):
     """The parameters after each update, as `on_update` sees them, and the largest number of parts."""
-    call.free = lambda: None
+    halving.free = lambda: None
     rank = dist.get_rank()
     model = Limited(getattr(torch, plan.dtype), where, limits[rank])
     optimizer = optimizer_of(plan.optimizer, model)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
-from gradsync.parts import Sizes, call
+from gradsync.parts import Sizes, halving
 from tests.parts.limited import Net, assert_same, batch, mean_loss, sum_loss
 from tests.support.traps import Trap
 
@@ -69,7 +69,7 @@ class Fails:
 
 def train(kind, where, limits, at, function=mean_loss, make=Net, num=2 * WINDOW, fails=None, over=None, steps=WINDOW, **options):
     """Parameters after each update, and the decorated function."""
-    call.free = lambda: None  # a collection for each failure would take most of the time
+    halving.free = lambda: None  # a collection for each failure would take most of the time
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = make(at=at)
     model.limit, model.where = limits[rank % len(limits)], where
@@ -252,7 +252,7 @@ class Pair(nn.Module):
 
 def several(kind, where):
     """Two models, two engines, and one without gradients between them."""
-    call.free = lambda: None
+    halving.free = lambda: None
     rank = dist.get_rank()
     pair, frozen = Pair(), Net()
     pair.first.limit, pair.first.where = [6, 2][rank], where

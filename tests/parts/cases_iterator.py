@@ -11,7 +11,7 @@ from tests.parts.limited import Net, batch, mean_loss, sum_loss
 
 def looped(kind, where, limits, at, function=mean_loss, num=2 * WINDOW, fails=None):
     """Parameters after each update, and how the last call ran."""
-    call.free = lambda: None  # a collection for each failure would take most of the time
+    halving.free = lambda: None  # a collection for each failure would take most of the time
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = Net(at=at)
     model.limit, model.where = limits[rank % len(limits)], where

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync import engines as gradsync_engines
 from gradsync.functional._update.gradients import normalise
-from gradsync.parts import Fit, call, run_in_parts
+from gradsync.parts import Fit, halving, run_in_parts
 from tests.parts.limited import BackwardOf, Held, Net, assert_same, batch, gradients, mean_loss, sum_loss
 
 WINDOW, ROWS = 3, 6
@@ -39,7 +39,7 @@ def prepare(model, seen):
 
 def windows(kind, where, limits, at, depth=4, hook=False, sums=False, remember=False):
     """Three windows; rank r has memory for limits[r] rows."""
-    call.free = lambda: None  # a collection for each failure would take most of the time
+    halving.free = lambda: None  # a collection for each failure would take most of the time
     rank = dist.get_rank()
     model, seen = Net(depth=depth, at=at), []
     if hook:

@@ -21,7 +21,7 @@ WINDOWS = [[(0, i) for i in range(WINDOW)], [(0, WINDOW + i) for i in range(WIND
 @pytest.fixture(autouse=True)
 def no_collection(monkeypatch):
     """A collection for each failure is what takes the time here; `test_memory.py` has it."""
-    monkeypatch.setattr("gradsync.parts.run_in_parts.free", lambda: None)
+    monkeypatch.setattr("gradsync.parts.halving.free", lambda: None)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -62,7 +62,7 @@ def test_what_fits_costs_nothing():
             return mean_loss(model, x, y)
 
         with Operations() as operations, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gradsync.parts.run_in_parts.free", None)
+            patch.setattr("gradsync.parts.halving.free", None)
             for index in range(4):
                 step(model, optimizer, *batch(6, seed=index))
         assert (step.progress.parts, step.progress.rows) == (1, 6 if fit else None)

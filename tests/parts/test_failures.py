@@ -16,7 +16,7 @@ from tests.parts.limited import BackwardOf, Limit, Net, assert_same, batch, grad
 @pytest.fixture(autouse=True)
 def no_collection(monkeypatch):
     """A collection for each failure is what takes the time here; `test_memory.py` has it."""
-    monkeypatch.setattr("gradsync.parts.run_in_parts.free", lambda: None)
+    monkeypatch.setattr("gradsync.parts.halving.free", lambda: None)
 
 
 def reference(rows, function, windows=1, prepare=lambda model: None):
