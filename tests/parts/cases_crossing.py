@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 import gradsync
-from gradsync.parts import call
+from gradsync.parts import halving
 from tests.overlap.loop import Model, Plan, optimizer_of, parameters_of, scheduler_of
 from tests.parts.cases_decorator import tried_whole
 from tests.parts.limited import Limit

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 import gradsync
-from gradsync.parts import call
+from gradsync.parts import halving
 from tests.parts.cases_decorator import LR, ROWS, WINDOW, Fails, compare, on, regular, tried_whole, truth
 from tests.parts.limited import Net, batch, mean_loss, sum_loss
 
