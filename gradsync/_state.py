@@ -48,6 +48,9 @@ SILENT: set[int] = set()
 SAID_OF_TORCH: set[str] = set()
 """Warnings about an unknown torch that were given already: each is given once a process, whatever the filters."""
 
+MESHES: dict[tuple[Any, ...], Any] = {}
+"""Meshes of `verify`: each of its cells makes a model, and their process groups would pile up."""
+
 STEP_HOOK: list[Any] = []
 """The one hook before the steps of all optimizers, once it has been needed; it stays."""
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsync._state import MESHES
 from gradsync.verify.models import net
 
 if TYPE_CHECKING:
@@ -88,18 +89,14 @@ def gathered(model: nn.Module) -> Iterator[None]:
         yield
 
 
-# Meshes and their groups are made once in each process, because a pool of ranks runs many cases.
-_MESHES: dict[tuple[Any, ...], DeviceMesh] = {}
-
-
 def mesh(shape: tuple[int, ...], names: tuple[str, ...], device: torch.device = CPU) -> DeviceMesh:
     """A mesh of all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     key = shape, names, device.type
-    if key not in _MESHES:
-        _MESHES[key] = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    return _MESHES[key]
+    made: DeviceMesh = MESHES.get(key) or init_device_mesh(device.type, shape, mesh_dim_names=names)
+    MESHES[key] = made
+    return made
 
 
 def _plain(model: nn.Module, **options: Any) -> Home:

@@ -208,8 +208,7 @@ def test_few_flags_in_the_core() -> None:
 
 def test_state_at_module_level_is_in_one_file() -> None:
     """Nothing that can change is kept by a module, but for what torch leaves no other place for."""
-    library = {module: tree for module, tree in MODULES.items() if not module.startswith(PROGRAMS)}
-    kept = {(module, name) for module, tree in library.items() for name in state(tree)}
+    kept = {(module, name) for module, tree in MODULES.items() for name in state(tree)}
     assert {module for module, _ in kept} == {STATE}, kept
 
 

@@ -17,6 +17,7 @@ from typing_extensions import Self
 from gradsync.engines import clarify
 from gradsync.functional._team.backward import HELD, Order
 from gradsync.functional._team.team import Team
+from gradsync.functional._window.buffers_at_close import BuffersAtClose
 from gradsync.functional._window.closing import Closing, factor_of
 from gradsync.functional._window.exchange import Exchange
 from gradsync.functional._window.share import SUMS, Share
@@ -90,9 +91,8 @@ class Boundary:
         self.closing: Closing | None = None  # what came to the window, once that is known
         self._sent: Sent | None = None
         self._failed = False  # whether the backward did
-        self._due: Sequence[bool] = ()  # which ranks were to have a micro-batch, by rank
         self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
-        self._arrivals: Sequence[Callable[[], None]] | None = None  # waits for buffers that have left already
+        self._buffers: BuffersAtClose | None = None  # None on one rank
         # The table leaves before the backward; if engines synchronise twice (a static graph), between the two.
         self.order = order._replace(between=self._send) if order.again else order
 
@@ -146,7 +146,8 @@ class Boundary:
         # On one rank, its own share is all that the table of a loop, or of counts, would have.
         told = self._sent is not None or self._exchange.has_an_end or window.kind == SUMS
         closing = Closing(tuple(shares), team.rank, factor_of(shares), told, window.losses, window.count)
-        self._share_buffers()
+        if self._buffers is not None:
+            self._buffers.share()
         if not self._terms.skip or team.num_ranks == 1:
             return closing
         closing = closing._replace(failures=team.tables.send([float(window.failed or self._failed)]))
@@ -156,42 +157,16 @@ class Boundary:
         window = self._window
         if window.team.num_ranks == 1:
             return
-        self._due = self._exchange.due()
+        self._buffers = BuffersAtClose(window, self._exchange, self._hear)
         self._sent = window.heard if window.heard is not None else self._exchange.send(window)
         if self._transport.closes_before:
-            source = 0 if self._lowest_is_due else self._source()
-            self._arrivals = [engine.send_buffers(source) for engine in window.active]
+            self._buffers.send()
 
     def _hear(self) -> Sequence[Share]:
         """The shares of all ranks. Waits for tables, and for no backward."""
         if self._shares is None:
             self._shares = self._exchange.shares(self._window, self._sent)
         return self._shares
-
-    @property
-    def _lowest_is_due(self) -> bool:
-        """Whether all ranks know without the table that rank 0 has a micro-batch in this window."""
-        if self._due:
-            return self._due[0]
-        return self._window.heard is None and not self._exchange.has_an_end
-
-    def _source(self) -> int:
-        """The lowest rank that had a micro-batch, or was to have one: its buffers count."""
-        due = self._due
-        there = (r for r, share in enumerate(self._hear()) if share.num_calls or (r < len(due) and due[r]))
-        return next(there, 0)
-
-    def _share_buffers(self) -> None:
-        """Give all ranks the buffers of the source."""
-        if self._window.team.num_ranks == 1:
-            return
-        if self._arrivals is not None:
-            for arrive in self._arrivals:
-                arrive()
-            return
-        source = self._source()
-        for engine in self._window.active:
-            engine.share_buffers(source)
 
 
 Passage: TypeAlias = Held | Boundary
