@@ -13,6 +13,9 @@ from gradsync._errors import GradSyncError
 
 T = TypeVar("T")
 
+NO_LOSS, MEANS, SUMS, PLAIN = 0.0, 1.0, 2.0, 3.0  # the kinds of losses, as ranks tell each other
+IN_WORDS = {NO_LOSS: None, MEANS: "a mean", SUMS: "a LossSum", PLAIN: "a plain backward"}
+
 
 @dataclass(frozen=True, eq=False)
 class LossSum:

@@ -87,7 +87,7 @@ def _meet(loop: LoopKnowledge, run: Run) -> None:
             f"to {name} at another time than the others"
         )
     loop.lengths = [one["items"] for one in said]
-    loop.shares = [Share.of(one["share"]) for one in said]
+    loop.shares = [Share.of_row(one["share"]) for one in said]
     anything = any(share.left or share.open != NOBODY for share in loop.shares)
     owes = any(engine.owes_first for engine in team.engines)  # all ranks must run its very first micro-batch
     if anything and (team.forward_communicates or owes or run.terms.repeats == "always"):

@@ -58,7 +58,7 @@ class LoopExchange(Exchange):
 
     def share(self, window: Window | None) -> Share:
         """What this rank brings to the run's window, and what it says of its data."""
-        share = Share(number=float(self._run.number)) if window is None else window.share()
+        share = Share(number=float(self._run.number)) if window is None else Share.of_window(window)
         return self._loop.about(self._run, share._replace(changes=float(self._run.num_changes - self._num_changes)))
 
     def send(self, window: Window) -> Sent | None:

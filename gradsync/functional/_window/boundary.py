@@ -14,13 +14,14 @@ from typing import TypeAlias
 from torch.autograd import Variable
 from typing_extensions import Self
 
+from gradsync._loss import SUMS
 from gradsync.engines import clarify
 from gradsync.functional._team.backward import HELD, Order
 from gradsync.functional._team.team import Team
 from gradsync.functional._window.buffers_at_close import BuffersAtClose
 from gradsync.functional._window.closing import Closing, factor_of
 from gradsync.functional._window.exchange import Exchange
-from gradsync.functional._window.share import SUMS, Share
+from gradsync.functional._window.share import Share
 from gradsync.functional._window.terms import Terms
 from gradsync.functional._window.window import Window
 from gradsync.ranks.lost import WaitingFor, is_lost, lost

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from gradsync._errors import GradSyncError
-from gradsync._loss import Count
-from gradsync.functional._window.share import IN_WORDS, NOBODY, PLAIN, SUMS, Share, sum_of_losses
+from gradsync._loss import IN_WORDS, PLAIN, SUMS, Count
+from gradsync.functional._window.share import NOBODY, Share, sum_of_losses
 from gradsync.functional._window.terms import Tail, correction
 from gradsync.ranks.meet import agreed, ranks_where
 from gradsync.ranks.tables import Sent

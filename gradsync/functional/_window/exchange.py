@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from gradsync._errors import GradSyncError
+from gradsync._loss import IN_WORDS, PLAIN, SUMS
 from gradsync.functional._team.team import Team
-from gradsync.functional._window.share import IN_WORDS, PLAIN, SUMS, Share, shares_in
+from gradsync.functional._window.share import Share, shares_in
 from gradsync.functional._window.terms import Terms
 from gradsync.functional._window.window import Window
 from gradsync.ranks.lost import WaitingFor
@@ -51,7 +52,7 @@ class Exchange:
         """
         self.agree(window)
         if self._always or window.kind == SUMS or window.num_own < window.size:
-            return window.team.tables.send(window.share().row())
+            return window.team.tables.send(Share.of_window(window).row())
         if window.kind != PLAIN and window.num_micro_batches != window.size:
             raise GradSyncError(
                 f"Each rank must run {window.size} backwards in a window of {window.team.name}, because a loop without "
@@ -107,7 +108,7 @@ def compare_sizes(window: Window) -> None:
 
 def alike(window: Window) -> list[Share]:
     """The shares of all ranks where each brings the same as this rank."""
-    share = window.share()
+    share = Share.of_window(window)
     if window.scale is not None:
         share = share._replace(scale=0.0)  # not read, because that would wait for the device
     if window.kind == SUMS:

@@ -10,7 +10,7 @@ import torch
 from torch.amp import GradScaler
 from torch.autograd import profiler
 
-from gradsync._loss import LossSum, check_loss, no_gradient
+from gradsync._loss import PLAIN, LossSum, check_loss, no_gradient
 from gradsync._state import OPEN
 from gradsync.functional._team.backward import HELD, Order, RunBackward, backward
 from gradsync.functional._team.hold import weightless
@@ -20,7 +20,7 @@ from gradsync.functional._update.optimizers import owned
 from gradsync.functional._window.boundary import Boundary, Held, InUsersBackward, Passage, Transport
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.exchange import Exchange, Exchanges, compare_sizes, meet_at_flush
-from gradsync.functional._window.share import PLAIN
+from gradsync.functional._window.share import Share
 from gradsync.functional._window.terms import Terms, Who, window_size
 from gradsync.functional._window.window import RUNS, Place, Role, Window, insist_on_one_window, settle_others, weigh
 
@@ -277,7 +277,7 @@ class Run:
         self._exchange = self._alone
         team = self.fitting_team()
         window = self.window or self.open(team)
-        window.heard = team.tables.send(window.share().row())
+        window.heard = team.tables.send(Share.of_window(window).row())
         place = Place(window.number, window.index, window.size, last=True, role=Role.MISSES)
         with self.holding(place):
             return self.miss(place)

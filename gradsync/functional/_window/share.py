@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from gradsync._loss import widest
+from gradsync._loss import NO_LOSS, widest
+from gradsync.functional._window.window import Window
 from gradsync.ranks.tables import Sent
 
-NO_LOSS, MEANS, SUMS, PLAIN = 0.0, 1.0, 2.0, 3.0  # the kinds of losses
-IN_WORDS = {NO_LOSS: None, MEANS: "a mean", SUMS: "a LossSum", PLAIN: "a plain backward"}
 NOBODY = -1.0  # in place of a key: no run
 # In place of a number of items that are left:
 UNKNOWN = math.inf
@@ -45,10 +44,25 @@ class Share(NamedTuple):
         return list(self._replace(loss=sum_of_losses(self.loss)))  # type: ignore[arg-type]
 
     @classmethod
-    def of(cls, row: Sequence[float]) -> Share:
+    def of_window(cls, window: Window) -> Share:
+        """What this rank has brought to its open window. A loop adds what it knows of the data."""
+        return cls(
+            num_micro_batches=float(window.num_micro_batches),
+            num_calls=float(window.num_own),
+            size=float(window.size),
+            kind=window.kind,
+            count=window.count.total,
+            loss=window.losses if window.keeps_losses else math.nan,
+            failed=float(window.failed),
+            scale=0.0 if window.scale is None else window.scale.value,
+            number=float(window.number),
+        )
+
+    @classmethod
+    def of_row(cls, row: Sequence[float]) -> Share:
         """The share with these numbers.
 
-        >>> Share.of(Share(num_micro_batches=4.0).row()).num_micro_batches
+        >>> Share.of_row(Share(num_micro_batches=4.0).row()).num_micro_batches
         4.0
         """
         return cls(*row)
@@ -61,7 +75,7 @@ class Share(NamedTuple):
 
 def shares_in(sent: Sent) -> list[Share]:
     """The shares of all ranks, in a table that was sent. Waits for it."""
-    return [Share.of(row) for row in sent.rows()]
+    return [Share.of_row(row) for row in sent.rows()]
 
 
 def sum_of_losses(loss: float | torch.Tensor | Sequence[torch.Tensor]) -> float | torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,12 +11,11 @@ import torch
 from torch.amp import GradScaler
 
 from gradsync._errors import GradSyncError
-from gradsync._loss import Count, LossSum
+from gradsync._loss import MEANS, NO_LOSS, SUMS, Count, LossSum
 from gradsync._state import OPEN, TRAVELLING
 from gradsync.engines import Engine
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.grad_scaler import Scale, is_scaling
-from gradsync.functional._window.share import MEANS, NO_LOSS, SUMS, Share
 from gradsync.ranks.tables import Sent
 
 
@@ -117,20 +115,6 @@ class Window:
     def what(self) -> str:
         """What this rank waits for, for the error if another rank is lost."""
         return f"synchronising the gradients of window {self.number} of {self.team.name}"
-
-    def share(self) -> Share:
-        """This rank's share. A loop adds what it knows of the data."""
-        return Share(
-            num_micro_batches=float(self.num_micro_batches),
-            num_calls=float(self.num_own),
-            size=float(self.size),
-            kind=self.kind,
-            count=self.count.total,
-            loss=self.losses if self.keeps_losses else math.nan,
-            failed=float(self.failed),
-            scale=0.0 if self.scale is None else self.scale.value,
-            number=float(self.number),
-        )
 
     def state(self) -> dict[str, Any]:
         """What has come so far, without the gradients: numbers and tensors."""
