@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from gradsync import _state
 from gradsync._errors import GradSyncError
-from gradsync.engines._ddp_behind import BehindEngine, Rest
+from gradsync.engines._ddp_behind import BehindEngine, Rest, shared_buffers
 from gradsync.engines._find import bare, common_group, engines_behind, mesh_of, walk
 from gradsync.ranks.group import several_ranks
 
@@ -18,17 +19,20 @@ if TYPE_CHECKING:
 
     from gradsync.engines._protocol import Engine
 
+    _Named = Sequence[tuple[str, torch.Tensor]]
+
 _KEPT = 3  # engines behind a module: so many sets of participants may take turns without new engines
 
 
 def attach(
     models: Iterable[nn.Module],
     loose: Iterable[nn.Parameter] = (),
-    agree: Callable[[dist.ProcessGroup | None, Sequence[tuple[str, nn.Parameter]]], None] = lambda *_: None,
+    agree: Callable[[dist.ProcessGroup | None, _Named, _Named], None] = lambda *_: None,
 ) -> list[Engine]:
     """The engines of `models`. Parameters in no engine, `loose` ones too, get DDP behind them. Collective.
 
-    `agree(group, named_parameters)` is called before such a DDP is made, which would hang if the ranks' models differ.
+    `agree(group, named_parameters, named_buffers)` is called before such a DDP is made, which would hang if the ranks'
+    parameters differed, and scramble buffers that do.
     """
     models = list(models)
     engines, covered = walk(models)
@@ -40,7 +44,7 @@ def attach(
         _end_outgrown({anchor, *rest.roots})
         known = next((one for one in engines_behind(anchor) if one.is_for(rest.parameters, group)), None)
         if known is None:
-            agree(group, list(_named(rest)))
+            agree(group, [*_named(rest)], [one for root in rest.roots for one in shared_buffers(root)])
             known = BehindEngine(rest, group)
             for root in {anchor, *rest.roots}:
                 _state.BEHIND[root] = [*engines_behind(root), known][-_KEPT:]

@@ -81,7 +81,7 @@ class BehindEngine(DDPEngine):
         return resized or not self.is_wired()
 
     def _buffers(self) -> list[torch.Tensor]:
-        return [b for ref in self._roots if (root := ref()) is not None for b in _shared_buffers(root)]
+        return [b for ref in self._roots if (root := ref()) is not None for _, b in shared_buffers(root)]
 
     def send_buffers(self, source: int) -> Callable[[], None]:
         return BuffersOnTheirWay(self._buffers(), self.group, source).arrive
@@ -171,6 +171,7 @@ def _make(rest: Rest, group: dist.ProcessGroup | None) -> DistributedDataParalle
     return ddp
 
 
-def _shared_buffers(root: nn.Module) -> list[torch.Tensor]:
+def shared_buffers(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The buffers that all ranks have in common, by name."""
     ignored = getattr(root, "_ddp_params_and_buffers_to_ignore", ())
-    return [buffer for name, buffer in root.named_buffers() if name not in ignored]
+    return [(name, buffer) for name, buffer in root.named_buffers() if name not in ignored]

@@ -28,6 +28,8 @@ def disagreement(what: str, iterator: bool = False, engine: str = "bare") -> str
     """What each rank is told."""
     rank = dist.get_rank()
     model = small_model() if what != "parameters" else nn.Linear(3, 2 + rank).double()
+    if what == "buffers":
+        model.register_buffer("seen", torch.zeros(3 + rank))
     if engine == "fsdp2":
         fully_shard(model, mesh=mesh((2,), ("data",)))
     optimizer = Recorder(model.parameters())
@@ -77,6 +79,7 @@ def disagreement(what: str, iterator: bool = False, engine: str = "bare") -> str
         ("loss", ["same kind of loss", "rank 0 has a mean", "rank 1 has a LossSum"]),
         ("loss later", ["same kind of loss", "rank 0 has a mean", "rank 1 has a LossSum"]),
         ("parameters", ["same trainable parameters", "rank 0 has 2 of 8", "rank 1 has 2 of 12"]),
+        ("buffers", ["same buffers", "rank 0 has 1 of 3", "rank 1 has 1 of 4"]),
         ("a function", ["same kind of steps", "rank 0 has a number", "rank 1 has a function"]),
         ("sync", ["same sync", "rank 0 has window", "rank 1 has each"]),
         ("scaler", ["GradScaler", "rank 0 has ", "rank 1 has "]),

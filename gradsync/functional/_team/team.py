@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -232,12 +232,17 @@ def _insist_on_models(name: str, mine: Sequence[nn.Parameter], trained: Sequence
         )
 
 
-def _agree(name: str, group: dist.ProcessGroup | None, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise on every rank if the ranks' trainable parameters differ."""
-    shapes = [(own, tuple(parameter.shape), str(parameter.dtype)) for own, parameter in named]
-    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]
-    words = {
-        "trainable parameters": f"{len(shapes)} of {sum(math.prod(shape) for _, shape, _ in shapes)} elements "
-        f"(names, shapes and dtypes hash to {digest})"
-    }
+_Named: TypeAlias = Sequence[tuple[str, torch.Tensor]]
+
+
+def _agree(name: str, group: dist.ProcessGroup | None, parameters: _Named, buffers: _Named) -> None:
+    """Raise on every rank if the ranks' trainable parameters or buffers differ."""
+    words = {"trainable parameters": _in_words(parameters), "buffers": _in_words(buffers)}
     insist(meet(dist.group.WORLD if group is None else group, f"the first window of {name} with these models", words))
+
+
+def _in_words(named: _Named) -> str:
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]
+    elements = sum(math.prod(shape) for _, shape, _ in shapes)
+    return f"{len(shapes)} of {elements} elements (names, shapes and dtypes hash to {digest})"
