@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from gradsync._errors import GradSyncError
 from gradsync._step_hook import watch_steps
 from gradsync.decorator.body import Body, Call, Replay
-from gradsync.decorator.overlapped import Overlapped
+from gradsync.decorator.late_updater import LateUpdater
 from gradsync.decorator.participants import Participants, reference
 from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
@@ -36,20 +36,20 @@ from gradsync.ranks.lost import WaitingFor
 
 
 class CallRunner:
-    """Runs the calls of one (function, instance, optimizers), window by window. It goes with its optimizers."""
+    """Runs the calls of one (function, instance, optimizers), window by window, until one of the optimizers is gone."""
 
-    def __init__(self, name: str, order: int, settings: Settings, instance: object) -> None:
-        self.order = order  # its number among the function's windows
-        self.run = Run(name, settings.terms(), order)
+    def __init__(self, name: str, number: int, settings: Settings, instance: object) -> None:
+        self.number = number  # among the runners of the function
+        self.run = Run(name, settings.terms(), number)
         self.thread: int | None = None  # of the last call
         self.body = Body(self.run)
         self.reporter = Reporter(self.run, settings.on_update, reference(instance))
-        if settings.compress is not None and not settings.overlap:  # which compresses by itself
+        if settings.compress is not None and not settings.overlap:  # overlap compresses by itself
             self.run.transport = Compressed()
-        self.updater = (Overlapped if settings.overlap else Updater)(self.run, settings, self.reporter)
+        self.updater = (LateUpdater if settings.overlap else Updater)(self.run, settings, self.reporter)
         self._in_parts = None if settings.fit is False else InParts(settings.fit, name)
         self._participants: list[Callable[[], object]] = []
-        self._counted: list[Callable[[], object]] = []  # those whose replacement is a change
+        self._counted: list[Callable[[], object]] = []  # those whose replacement counts in `run.num_changes`
         self.ends: list[weakref.ref[Any]] = []  # their callbacks tell that an optimizer is gone
         self.is_running = False
         watch_steps(self)
@@ -84,7 +84,7 @@ class CallRunner:
                 f"{'came' if now else 'went'} in the middle of one. Pass it to each call, and "
                 "call flush() or reset() before that changes."
             )
-        # A loss module without parameters may be another in each call.
+        # A loss module without parameters may be a new object in each call.
         counted = [one for one in found if not isinstance(one, nn.Module) or next(one.parameters(), None) is not None]
         if [id(ref()) for ref in self._counted] != [*map(id, counted)]:
             for one in (*participants.optimizers, *participants.schedulers):
@@ -96,7 +96,7 @@ class CallRunner:
         self.updater.scaler = reference(participants.scaler)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Called before any optimizer steps: an error in the middle of a window.
+        """Called before any optimizer steps: raises in the middle of a window.
 
         It compares parameters, because the user may have made another optimizer, or one that steps in the backward.
         """
@@ -112,7 +112,7 @@ class CallRunner:
     # -- a call -----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> None:
-        """Inside, a place is taken. An error discards the open window; else `on_update` is called after an update."""
+        """Around one place. An error discards the open window; else `on_update` is called, if there was an update."""
         self.is_running, self.reporter.now.stepped = True, False
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -51,11 +51,7 @@ class Settings(Finder):
                 f"{'async or a generator' if never_runs else f'of type {type(given).__name__}'}. "
                 "Write, for example, on_update=lambda progress: ema.update()."
             )
-        terms = self.terms()  # which looks at the steps
-        for one in terms.skip:
-            if not (isinstance(one, type) and issubclass(one, Exception)):
-                of = "" if isinstance(one, type) else f", of type {type(one).__name__},"
-                raise TypeError(f"skip must be a tuple of exception types, but {one!r}{of} is in it. Pass the classes.")
+        self.terms()  # which looks at the steps and at `skip`
         check_compress(self.compress)
         if self.fit is not False:
             Fit(self.fit)  # which raises for what it cannot be

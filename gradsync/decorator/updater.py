@@ -32,7 +32,7 @@ class Updater:
 
     `schedulers` and `scaler` refer to those of the last call, and keep none alive.
 
-    With `overlap`, an `Overlapped` takes its place, which makes them later. It overrides what does nothing here.
+    With `overlap`, an `LateUpdater` takes its place, which makes them later. It overrides what does nothing here.
     """
 
     def __init__(self, run: Run, settings: Settings, reporter: Reporter) -> None:

@@ -24,18 +24,20 @@ from gradsync.functional import Loop, Run, Who, discard
 from gradsync.overlap import LEFT
 from gradsync.ranks.meet import no_item_here
 
-_MOST_NESTED = 64  # functions in nested `.over`s; a run's key is the number of its windows times this, plus its place
+_MOST_NESTED = (
+    64  # functions in nested `.over`s; a run's key is its runner's number times this, plus its function's position
+)
 
 
 class WindowsOfFunction:
-    """The calls of a function, and of a method for each instance (`of`).
+    """The windows of a function, and of a method for each instance (`of`).
 
-    Those with the same optimizers are micro-batches of the same windows. `every` has a `CallRunner` for each, which
-    is dropped when its optimizer is.
+    Calls with the same optimizers are micro-batches of the same windows. `every` has one `CallRunner` for each set of
+    optimizers; it is dropped when one of these is gone.
     """
 
     def __init__(self, name: str, settings: Settings, place: tuple[str, int], order: Iterator[int]) -> None:
-        """`place` is the function's file and line, for warnings. `order` numbers the windows of all instances."""
+        """`place` is the function's file and line, for warnings. `order` numbers the runners of all instances."""
         self.name = name
         self.settings = settings
         self.loops: dict[int, Loop] = {}  # by thread: the loop that runs in it
@@ -78,7 +80,7 @@ class WindowsOfFunction:
     # -- all windows ------------------------------------------------------------------------------------------------
 
     def of_this_thread(self) -> list[CallRunner]:
-        """Those that no other thread has called last."""
+        """Those whose last call was in this thread, or that have had none."""
         return [runner for runner in self.every if runner.thread in {None, get_ident()}]
 
     def runs(self, instance: object) -> list[Run]:
@@ -87,9 +89,9 @@ class WindowsOfFunction:
         return [runner.run for runner in self.of_this_thread()]
 
     def number_runs(self) -> None:
-        """Give the runs the numbers that the ranks of a loop call them by."""
+        """Give the runs the keys by which the ranks of a loop name them."""
         for runner in self.every:
-            runner.run.key = runner.order * _MOST_NESTED + self.position
+            runner.run.key = runner.number * _MOST_NESTED + self.position
 
     def flush(self, instance: object) -> None:
         """Close all open windows."""
@@ -141,7 +143,8 @@ class WindowsOfFunction:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the states. The state of a window without a call so far waits for the first call.
 
-        All are checked before any is loaded. A window that the state does not have begins anew.
+        Those of known windows are all checked before any is loaded, the others in their first call. A window that the
+        state does not have begins anew.
         """
         self._insist_on_rest("load_state_dict()")
         every, states = [*self.every], windows_in(state, self.name, self.settings.steps)
@@ -166,12 +169,12 @@ class WindowsOfFunction:
         if any(runner.is_running for runner in self.of_this_thread()):
             raise GradSyncError(
                 f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that runs while "
-                "the next window is open (overlap); ranks whose data has ended run that at another time. Call it "
-                "between two calls, or after the loop."
+                "the next window is open (overlap). Ranks whose data has ended run that on_update at another time. "
+                "Call it between two calls, or after the loop."
             )
 
     def _end_what_was_left(self, what: str) -> None:
-        """Items without a call, and windows without their optimizer: they are left on purpose."""
+        """Forget items without a call, and windows without their optimizer: `what` leaves them on purpose."""
         self._insist_on_rest(what)
         self.read_ahead.pop(get_ident(), None)
         self._cut_off.clear()
@@ -266,7 +269,7 @@ class WindowsOfFunction:
                     engine.discard()
             discard(parameter for model in who.models for parameter in model.parameters())
         if ended or edited:
-            what = ", and parameters of the models are others than it knew" if edited else ""
+            what = ", and the models have lost parameters since it was opened" if edited else ""
             raise GradSyncError(
                 f"The participants of {self.name} must stay the same within a window, but they changed in the middle "
                 f"of one: the optimizer was made anew{what}. That window is dropped. Make such a change between "

@@ -1,7 +1,7 @@
 """Notices writes to the parameters while gradients travel, and keeps provisional ones from being saved.
 
-Private in torch (read in torch 2.13; tests/overlap/test_flying.py fails when it changes): `_state_dict_pre_hooks` of a
-module and `_optimizer_state_dict_pre_hooks` of an optimizer, where their hooks are.
+Private in torch (read in torch 2.13; tests/overlap/test_in_flight.py fails when it changes): `_state_dict_pre_hooks` of
+a module and `_optimizer_state_dict_pre_hooks` of an optimizer, where their hooks are.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def test_a_step_that_has_closed_an_empty_window_goes_on_to_say_so():
 @pytest.mark.parametrize("explicit", [True, False])
 def test_a_boundary_without_a_backward(explicit):
     model = small_model()
-    with pytest.raises(GradSyncError, match="must run a backward, which synchronises the window, but that of window 0"):
+    with pytest.raises(GradSyncError, match="must run a backward, which synchronises the window, but the last one of window 0"):
         for step, x in gradsync.sync_every(model, 2, [X, X, X]):
             if not step.last:
                 step.backward(mean_loss(model, x)) if explicit else mean_loss(model, x).backward()

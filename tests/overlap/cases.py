@@ -1,4 +1,4 @@
-"""What runs on the ranks for test_travel.py and test_flying.py."""
+"""What runs on the ranks for test_travel.py and test_in_flight.py."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_a_learning_rate_that_is_set_in_flight_is_that_at_landing(ranks):
 def test_without_overlap_no_line_of_it_runs(ranks):
     for files in ranks(2).run(events.without_overlap):
         assert any("gradsync/decorator/updater" in file for file in files)
-        assert not [file for file in files if "gradsync/overlap/" in file or file.endswith("decorator/overlapped.py")]
+        assert not [file for file in files if "gradsync/overlap/" in file or file.endswith("decorator/late_updater.py")]
 
 
 def test_where_it_cannot_be_is_a_sentence(ranks):

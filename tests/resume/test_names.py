@@ -14,7 +14,7 @@ from torch.distributed.fsdp import (
 )  # fmt: skip
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradsync.decorator.checkpoint import own_names
+from gradsync.decorator.checkpoint import names_without_wrappers
 from tests.resume.engine_runs import Run
 from tests.support.compare import assert_equal_states
 from tests.support.files import is_plain
@@ -94,4 +94,4 @@ def test_a_state_goes_by_the_names_in_the_users_model(ranks):
 def test_two_parameters_never_have_one_name():
     """Where they would, without their wrappers, both keep what they have."""
     names = ["a._orig_mod.b", "a.b", "_fsdp_wrapped_module.c", "my_orig_mod.d", "e._orig_mod", "f._checkpoint_wrapped_module.g"]
-    assert list(own_names(names).values()) == ["a._orig_mod.b", "a.b", "c", "my_orig_mod.d", "e._orig_mod", "f.g"]
+    assert list(names_without_wrappers(names).values()) == ["a._orig_mod.b", "a.b", "c", "my_orig_mod.d", "e._orig_mod", "f.g"]

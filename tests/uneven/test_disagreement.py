@@ -312,7 +312,7 @@ def test_functions_called_in_another_order(ranks, engine):
 @pytest.mark.parametrize("engine", ["bare", "fsdp2"])
 def test_a_function_that_is_first_called_when_a_rank_has_run_out(ranks, engine):
     """That rank cannot know the models, whose engine all ranks must make. It may have left the loop already."""
-    words = "Every rank needs an item for each function, model and optimizer .* but rank 1 had run out when the first window"
+    words = "Every rank needs an item that calls each function with each of its models .* but rank 1 had run out before"
     for text in ranks(2).run(two_functions, "before", engine, limit=15):
         assert re.search(words, text), text
     told, text = ranks(2).run(two_functions, "after", engine, limit=15)

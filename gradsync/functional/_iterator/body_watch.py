@@ -1,4 +1,7 @@
-"""`BodyWatch`: watches the body of a loop over `sync_every`: what is held in each turn, and what the user does."""
+"""`BodyWatch`: watches the body of a loop over `sync_every`: what is held in each turn, and what the user does.
+
+A turn is one run of the loop's body.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from gradsync.ranks.lost import waited
 # How far a turn is. Plain strings, because each micro-step looks at them.
 _FRESH = "no step.backward so far"
 _QUIET = (
-    "the same, and what arrives at parameters says nothing new: a plain backward is known, or other hooks tell of it"
+    "no step.backward so far; a plain backward is known, or PlainBackward tells of it, and arrivals say nothing new"
 )
 _BEGUN = "step.backward has begun; it failed, if the turn ends like this"
 _DONE = "step.backward has ended well"
@@ -63,7 +66,7 @@ class BodyWatch:
         watch_steps(self)
 
     def end_loop(self) -> None:
-        """Called after the last turn. The models go with their user's last reference: steps may be kept for longer."""
+        """Called after the last turn: let go of the models, because the user may keep steps for longer."""
         if self._arrivals is not None:
             self._arrivals.stop()
         self._arrivals, self._gradients = None, GradientWatch()
@@ -71,9 +74,10 @@ class BodyWatch:
         self._run.forget_team()
 
     def leave(self, error: BaseException, frame: FrameType | None) -> None:
-        """The loop is left. Gradients of half a window are its user's, to be dropped before the next begins.
+        """The loop is left. After an exception, the open window is discarded.
 
-        An exception drops them; `frame` is the one that the loop is in.
+        After a break its gradients stay, and its user clears them before the next window begins. `frame` is the one
+        that the loop is in.
         """
         run, is_end = self._run, isinstance(error, GeneratorExit)
         if self._state in _BROKEN or not is_end or not is_left_on_purpose(frame, self._loop):
@@ -117,7 +121,7 @@ class BodyWatch:
             self._end(place)
 
     def _end(self, place: Place) -> None:
-        """The turn has ended without an exception that its body let through."""
+        """The turn has ended, and its body has let no exception out."""
         state, self._state = self._state, _QUIET
         if state in _BROKEN:
             self._run.discard()  # what had arrived must not count in a mean
@@ -141,15 +145,15 @@ class BodyWatch:
         """Called after the last turn of a window, if that ended without an exception."""
         if state is _BEGUN:
             raise GradSyncError(
-                f"The last micro-step of a window synchronises it, but the backward of that of window {place.window} "
-                "failed, and the loop's body caught the exception. This rank has discarded the window, and the others "
+                f"The last micro-step of a window synchronises it, but in window {place.window} its backward failed, "
+                "and the loop's body caught the exception. This rank has discarded the window, and the others "
                 "may have closed it. Let that exception leave the loop, and begin another loop on all ranks."
             )
         if self._closing is None:
             self._run.insist_on_same(place)
             raise GradSyncError(
-                f"The last micro-step of a window must run a backward, which synchronises the window, but that of "
-                f"window {place.window} ended without one. Call step.backward(loss) in each turn, or end the loop."
+                "The last micro-step of a window must run a backward, which synchronises the window, but the last one "
+                f"of window {place.window} ended without one. Call step.backward(loss) in each turn, or end the loop."
             )
         self._run.close()
 
@@ -177,8 +181,9 @@ class BodyWatch:
         elif (change := self._gradients.change()) is not None:
             raise GradSyncError(
                 "Gradients must be left alone until step.backward on the last micro-step of a window has run, but "
-                f"before that of micro-step {place.index} of window {place.window} they {change}. Run one backward in "
-                "each micro-step, through step.backward; clip, unscale and clear gradients where step.last is true."
+                f"before step.backward of micro-step {place.index} of window {place.window} they {change}. Run one "
+                "backward in each micro-step, through step.backward; clip, unscale and clear gradients where "
+                "step.last is true."
             )
         self._state = _BEGUN
         return run
@@ -222,7 +227,7 @@ class BodyWatch:
         if self._plain is None:
             return
         if self._over is None:
-            if not run.fitting_team().holds_inside:  # their parameters are gathered now
+            if not run.fitting_team().holds_inside:  # such engines have their parameters gathered now
                 run.insist_on_same(place)
             self._over = run.join_users_backward(place, self._plain.reached, self._note)
         elif self._closing is not None and place.last:
@@ -248,8 +253,9 @@ class BodyWatch:
 
 
 def _hooked(team: Team) -> Iterable[torch.Tensor]:
-    """Where gradients of a team arrive: with FSDP2 also at parameters themselves, of a loss that no forward has led to.
+    """The tensors at which a team's gradients arrive.
 
+    With FSDP2 these are also the parameters themselves, because a loss may use them without a forward.
     A hook at an offloaded parameter would make FSDP2 wait for each copy to the host.
     """
     leaves = team.leaves
@@ -261,7 +267,7 @@ def _mixed(place: Place) -> GradSyncError:
     """The error where `step.backward` and other backwards came in the same window."""
     return GradSyncError(
         f"Use step.backward once in each micro-step, or a plain backward everywhere, but in micro-step {place.index} "
-        f"of window {place.window} a plain backward of the same model came beside it, or that of another loop. It is "
-        "not scaled and, on the last micro-step, not synchronised. Add the losses up, and call step.backward once; "
-        "freeze a model that another one's loss only passes through. torch.autograd.grad is allowed."
+        f"of window {place.window} a plain backward of the same model came beside it, or the backward of another loop. "
+        "It is not scaled and, on the last micro-step, not synchronised. Add the losses up, call step.backward once, "
+        "and freeze a model that another one's loss only passes through. torch.autograd.grad is allowed."
     )

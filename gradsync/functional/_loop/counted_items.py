@@ -12,21 +12,6 @@ from gradsync.functional._window.share import PERHAPS, UNKNOWN
 T = TypeVar("T")
 
 
-def with_last(iterable: Iterable[T], name: str = "a loop") -> Iterator[tuple[T, bool]]:
-    """Each item, and whether it is the last.
-
-    Where the length is known, nothing is drawn ahead; where it is not, one item is.
-
-    >>> list(with_last("ab"))
-    [('a', False), ('b', True)]
-    >>> list(with_last(iter("ab")))
-    [('a', False), ('b', True)]
-    """
-    data = CountedItems(length(iterable))
-    for item in data.items(iterable, name, lambda: 1):
-        yield item, not data.num_known
-
-
 def length(iterable: object) -> int | None:
     """The length of an iterable; None if it has none."""
     try:
@@ -88,7 +73,7 @@ class CountedItems:
         self._calls[run] = self._calls.get(run, 0) + 1
 
     def calls_once(self, run: Hashable) -> bool:
-        """Whether, so far, the run was called once for an item, and never more often."""
+        """Whether the run was called once for an earlier item, and never twice for one."""
         return self.most.get(run) == 1 and self._calls.get(run, 0) <= 1
 
     def left(self, run: Hashable) -> float:

@@ -42,7 +42,7 @@ def beside(loop: LoopKnowledge) -> list[LoopKnowledge]:
 
 
 def one_loop(what: str) -> GradSyncError:
-    """The error where ranks that differ are in two loops at a time."""
+    """The error for two loops at a time, where ranks may have different numbers of items."""
     return GradSyncError(
         f"Ranks may have different numbers of items in one loop at a time, but {what}. Make one loop of both, "
         "sync_every([model, other], ...) or a.over(b.over(data)), or give each rank equally many items, in iterables "
@@ -58,8 +58,8 @@ def _meet(loop: LoopKnowledge, run: Run) -> None:
         return
     if any(engine.joins for engine in team.engines):
         raise GradSyncError(
-            f"Ranks with different numbers of items are taken care of by {name} itself, but torch's Join is around it, "
-            "which would do the same a second time. Leave Join out."
+            f"{name} itself takes care of ranks with different numbers of items, but torch's Join is around it, and "
+            "would do so again. Leave Join out."
         )
     share = Share(
         left=data.left(run) + (not data.has_ended),
@@ -83,8 +83,8 @@ def _meet(loop: LoopKnowledge, run: Run) -> None:
     around = next((one["around"] for one in said if one["around"] is not None), None)
     if around is not None:
         raise one_loop(
-            f"{name} began in the middle of {around}, in which they do: a rank that has run out of {around} would come "
-            f"to {name} at another time than the others"
+            f"{name} began inside {around}, where they differ: a rank that has run out of {around} would come to "
+            f"{name} at another time than the others"
         )
     loop.lengths = [one["items"] for one in said]
     loop.shares = [Share.of_row(one["share"]) for one in said]
@@ -92,11 +92,12 @@ def _meet(loop: LoopKnowledge, run: Run) -> None:
     owes = any(engine.owes_first for engine in team.engines)  # all ranks must run its very first micro-batch
     if anything and (team.forward_communicates or owes or run.terms.repeats == "always"):
         cannot = ranks_where(not one["can repeat"] for one in said)
+        why = "its forward waits for all ranks" if team.forward_communicates else "as sync_every always does"
         if cannot:
             raise GradSyncError(
                 f"Every rank needs at least one item in {name} where a rank that has run out repeats its last one "
-                f"(the engine's forward communicates, or this is sync_every), but rank {cannot} has none. Give each "
-                "rank an item, or use accumulating, whose .over needs none on DDP."
+                f"({'a static graph begins on all ranks together' if owes else why}), but rank {cannot} has none. Give "
+                "each rank an item. Behind a bare model, .over of accumulating needs none."
             )
     if team.has_sync_batchnorm and not loop.is_even:
         told = ", ".join(f"rank {rank} has {'?' if n is None else n}" for rank, n in enumerate(loop.lengths))

@@ -20,7 +20,7 @@ from gradsync.ranks.tables import Sent, device_of
 
 
 class LoopKnowledge:
-    """The data of a loop here, the runs that it calls, and what all ranks have said of theirs. `Loop` is made of it."""
+    """The data of a loop here, the runs that it calls, and what all ranks have said of theirs. `Loop` extends it."""
 
     def __init__(self, name: str, data: CountedItems, runs: Callable[[], Sequence[Run]]) -> None:
         """`runs` returns the runs that may be called in the loop, as far as this rank knows them."""
@@ -29,7 +29,7 @@ class LoopKnowledge:
         self.runs = runs
         self.called: list[Run] = []  # in the order of their first call; the first one's team is that of the tables
         self.lengths: Sequence[int | None] = [data.length]  # of all ranks' data, once they have met
-        # What the ranks said as they met, or at the last boundary. A plan uses up how many items are left.
+        # What the ranks said as they met, or at the last boundary. A plan has used up how many items are left.
         self.shares: Sequence[Share] = ()
         self.driver: tuple[int, CodeType] | None = None  # the function call that draws the items
         # Where forwards communicate:
@@ -61,7 +61,7 @@ class LoopKnowledge:
 
     @property
     def is_in_lockstep(self) -> bool:
-        """Whether the ranks run each call together, in one window of the loop and so in all."""
+        """Whether the ranks run each call together. If one run of the loop needs that, all its runs do it."""
         for run in self.called:  # noqa: SIM110 - in each call, where a generator would cost more than the answer
             if run.team is not None and run.team.lockstep:
                 return True
@@ -69,26 +69,26 @@ class LoopKnowledge:
 
     @property
     def first_open(self) -> float:
-        """The key of the first window that is open here and that the end of the data closes."""
+        """The key of the first run whose open window here closes as the data ends; NOBODY if there is none."""
         opened = (float(run.key) for run in self.known if run.index and ends_with_data(run.terms.tail))
         return min(opened, default=NOBODY)
 
     @property
     def is_over(self) -> bool:
-        """Whether no rank has more items, or a window that is still to be closed."""
+        """Whether no rank has items left, or a window that is still to be closed."""
         if not self.called or self.team.num_ranks == 1:
             return self.first_open == NOBODY
         some = any(share.left or share.open != NOBODY for share in self.shares)
         return not some and self.alone is not None and self.alone.window is None
 
     def foresees(self, run: Run) -> bool:
-        """Whether each item has had one call, of this run: then calls to come are known as far as the items are."""
+        """Whether each item has had one call, of this run. Then this rank knows as many calls ahead as items."""
         data = self.data
         once = data.has_ended or (data.calls_once(run) and not data.num_idle)
         return once and self.alone is not None
 
-    def about(self, run: Run, share: Share) -> Share:
-        """A share of this rank in a window of the run, with what it says of its data."""
+    def with_data(self, run: Run, share: Share) -> Share:
+        """The share, with what this rank says of its data."""
         data = self.data
         key, opened = (NOBODY, self.first_open) if data.has_ended else (float(run.key), NOBODY)
         return share._replace(run_key=key, open=opened, left=data.left(run), once=float(self.foresees(run)))
@@ -117,7 +117,7 @@ class LoopKnowledge:
         if apart:
             raise GradSyncError(
                 "All ranks of a tensor-parallel group must come to the same micro-batches, but those of data-parallel "
-                f"rank {apart} do not: some have one, or more of them, and others not. {ONE_FORWARD}"
+                f"rank {apart} do not: some have a micro-batch, or further ones, that others lack. {ONE_FORWARD}"
             )
         agreed([(r, int(share.size)) for r, share in enumerate(shares) if share.size], "number of steps in a window")
         self.check_same(shares)
@@ -148,9 +148,10 @@ class LoopKnowledge:
         """Raise on every rank if the ranks close windows of different runs."""
         named = [(rank, int(share.run_key)) for rank, share in enumerate(shares) if share.run_key != NOBODY]
         if len({key for _, key in named}) > 1:
+            known = {run.key: f"number {place} ({run.name})" for place, run in enumerate(self.known)}
             raise GradSyncError(
                 f"All ranks must come to the same windows of {self.name} in the same order, but "
-                + ", ".join(f"rank {rank} is at number {key}" for rank, key in named)
+                + ", ".join(f"rank {rank} is at {known.get(key, 'one that this rank lacks')}" for rank, key in named)
                 + " of those that the loop calls. Call the functions in one order on all ranks."
             )
 
@@ -158,9 +159,9 @@ class LoopKnowledge:
 def _not_known(name: str, shares: Sequence[Share]) -> GradSyncError:
     absent = ranks_where(share.run_key == NOBODY for share in shares)
     return GradSyncError(
-        f"Every rank needs an item for each function, model and optimizer that is called in {name}, but rank "
-        f"{absent} had run out when the first window of one of them was opened, and does not know it. Give each "
-        "rank an item that calls it, or name the models and optimizers."
+        f"Every rank needs an item that calls each function with each of its models and optimizers in {name}, but rank "
+        f"{absent} had run out before one of them had its first window, and does not know it. Give each rank such an "
+        "item, or name the models and optimizers."
     )
 
 

@@ -3,8 +3,8 @@
 Where lengths are known, that is planned when a window opens. Where not, the ranks ask each other (a table), one
 micro-batch ahead if they can: the answer to a question is queued on the device behind the backward that runs. So the
 question about micro-batch k + 1 is sent before the forward of k. When the host reads the answer, the device still has k
-to do. A rank can answer for its next micro-batch if its loop has made one call for each item so far. It draws two items
-beyond the current one, where their number is not known: whether the next is the last is part of the answer.
+to do. A rank can answer for its next micro-batch if its loop has made one call for each item so far. Where the length
+is not known, the loop draws two items ahead: an answer also says whether the next item is the last.
 
 An answer given ahead is a promise, and may be broken: the loop's body may pass over an item, or call twice for it. If a
 promised micro-batch does not come, that rank repeats its last. "I have no more" is never trusted ahead: the ranks ask
@@ -48,7 +48,7 @@ def hear_of_call(loop: LoopKnowledge, run: Run, size: float) -> Sequence[Share]:
     asked, loop.asked = loop.asked, None
     shares = loop.answers(asked[1]) if asked is not None and asked[0] is run else []
     if not _is_enough(run, shares):
-        shares = loop.ask(loop.about(run, Share(size=size)))
+        shares = loop.ask(loop.with_data(run, Share(size=size)))
     if all(share.once for share in shares) and any(share.left for share in shares):  # all can answer ahead
         loop.asked = run, loop.question(_promise(loop, run))
     return shares

@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 
 class Loop(LoopKnowledge):
-    """What the calls in a loop share: where this rank's data is, and what the ranks have said of theirs."""
+    """What is common to the calls in a loop: where this rank's data is, and what the ranks have said of theirs."""
 
     def __init__(self, name: str, length: int | None, runs: Callable[[], Sequence[Run]] = list) -> None:
         """`runs` returns the runs that may be called in the loop, as far as this rank knows them."""
         super().__init__(name, CountedItems(length), runs)
         self.thread = get_ident()
-        self.is_superseded = False  # whether another loop of the same calls has begun before the end of this one
+        self.is_superseded = False  # whether another loop of the same function has begun before the end of this one
         self.called_from: tuple[Any, ...] = ()  # where the last call came from, if there were items without a call
         self.kept: dict[Run, Any] = {}  # keeps what a replay needs alive until the loop ends
         # Loops that were under way before it, and how many items they had had.
@@ -100,7 +100,7 @@ class Loop(LoopKnowledge):
         alone = self.alone
         mine = Share(left=ASKS, open=self.first_open)
         if alone is not None:
-            # To make a team is collective. After a change of models, the other ranks make it as they open their window.
+            # To make a team is collective: after a change of models, the other ranks make it as they open their window.
             alone.fitting_team()
             mine = self.exchange(alone).share(alone.window)
         sent = self.send(mine)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from gradsync._errors import GradSyncError
 from gradsync.functional._loop.first_call import meet_at_first_call
 from gradsync.functional._loop.knowledge import LoopKnowledge
-from gradsync.functional._loop.lockstep_of_forwards import hear_of_call, plan_calls
+from gradsync.functional._loop.last_call import is_last_call
+from gradsync.functional._loop.lockstep_of_forwards import plan_calls
 from gradsync.functional._window.exchange import Exchange, alike
 from gradsync.functional._window.run import Run
 from gradsync.functional._window.share import ASKS, Share, shares_in
-from gradsync.functional._window.terms import ends_with_data
 from gradsync.functional._window.window import Window
 from gradsync.ranks.tables import Sent
 
@@ -32,23 +32,16 @@ class LoopExchange(Exchange):
         loop, run = self._loop, self._run
         if self._has_told_end:
             raise GradSyncError(
-                f"Each item of {loop.name} has had one call, and so the call for the last item has closed the last "
-                "window, on all ranks; but one more call came for it. Make as many calls for each item, or call after "
-                "the loop."
+                f"The last item of {loop.name} must have as many calls as the items before it, one, but another came "
+                "for it, when the first had closed the last window on all ranks. Make equally many calls for each "
+                "item, or call after the loop."
             )
         loop.data.call(run)
         if run not in loop.called:
             meet_at_first_call(loop, run)
 
     def is_last_call(self, window: Window) -> bool:
-        loop, run = self._loop, self._run
-        if loop.is_in_lockstep:
-            ends = not any(share.left for share in hear_of_call(loop, run, window.size))
-        else:
-            # With several runs, this rank cannot know whose window closes next: its last call closes none, and
-            # after its data it asks the others. If all have as many items, each closes its own.
-            ends = not loop.data.left(run) and (loop.is_even or loop.alone is not None)
-        return ends and ends_with_data(run.terms.tail)
+        return is_last_call(self._loop, self._run, window)
 
     def plan(self, window: Window) -> None:
         plan_calls(self._loop, self._run, window)
@@ -59,7 +52,7 @@ class LoopExchange(Exchange):
     def share(self, window: Window | None) -> Share:
         """What this rank brings to the run's window, and what it says of its data."""
         share = Share(number=float(self._run.number)) if window is None else Share.of_window(window)
-        return self._loop.about(self._run, share._replace(changes=float(self._run.num_changes - self._num_changes)))
+        return self._loop.with_data(self._run, share._replace(changes=float(self._run.num_changes - self._num_changes)))
 
     def send(self, window: Window) -> Sent | None:
         self._has_told_end = not self._loop.data.left(self._run)

@@ -1,8 +1,8 @@
-"""What synchronises in a place: in the last of a window all engines (`Boundary`), in others mostly none (`Held`).
+"""The two kinds of places: `Boundary`, the last of a window, where all engines synchronise; `Held`, where mostly none.
 
 Both are context managers around the backward, which arms the engines of their `order`. An error of a type in `skip`
-goes no further. Their `closing` is then what came to the window; None in a held place. `Transport` is how the gradients
-travel to the other ranks.
+goes no further. Afterwards `closing` has what came to the window; in a held place it is None. `Transport` is how the
+gradients travel to the other ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gradsync.ranks.tables import Sent
 class Transport:
     """How the gradients of a run's windows travel to the other ranks: here, the engines' own way."""
 
-    #: Whether a window closes before its gradients have arrived. Then nothing waits for what was sent behind them.
+    #: Whether a window closes before its gradients have arrived. Then nothing waits for what was sent after them.
     closes_before = False
 
     def check(self, team: Team) -> None:
@@ -45,7 +45,7 @@ class Transport:
 
 
 class Held:
-    """A held place: no engine synchronises, but with `sync="each"`, and in the first micro-batch of a static graph."""
+    """A held place. No engine synchronises, except with `sync="each"`, or in a static graph's first micro-batch."""
 
     __slots__ = ("_terms", "_window", "order")
     closing = None
@@ -94,7 +94,7 @@ class Boundary:
         self._failed = False  # whether the backward did
         self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
         self._buffers: BuffersAtClose | None = None  # None on one rank
-        # The table leaves before the backward; if engines synchronise twice (a static graph), between the two.
+        # The table leaves before the backward; if engines synchronise twice (a static graph), between these.
         self.order = order._replace(between=self._send) if order.again else order
 
     def __enter__(self) -> Self:
@@ -121,7 +121,7 @@ class Boundary:
             return False
 
     def _drops(self, error: BaseException) -> bool:
-        """After a failure: the other collectives of the window. Returns whether the error only drops it, everywhere."""
+        """After a failure: run the window's other collectives. Returns whether the error only drops it on all ranks."""
         self._transport.carried(self._window)
         if is_lost(error):
             raise lost(error, self._window.what()) from error
@@ -137,14 +137,14 @@ class Boundary:
         """After a backward that failed: take part in the collectives that the other ranks run after theirs."""
         self._failed = True
         with suppress(Exception):  # the first error goes on
-            return self._close().without()
+            return self._close().without_factor()
         return None
 
     def _close(self) -> Closing:
         """After the gradients are synchronised: read the table, make the buffers equal, hear of failures."""
         window, team = self._window, self._window.team
         shares = self._hear()
-        # On one rank, its own share is all that the table of a loop, or of counts, would have.
+        # One rank sends no table: in a loop, or with counts, its own share says all that the table would.
         told = self._sent is not None or self._exchange.has_an_end or window.kind == SUMS
         closing = Closing(tuple(shares), team.rank, factor_of(shares), told, window.losses, window.count)
         if self._buffers is not None:
@@ -152,7 +152,7 @@ class Boundary:
         if not self._terms.skip or team.num_ranks == 1:
             return closing
         closing = closing._replace(failures=team.tables.send([float(window.failed or self._failed)]))
-        return closing if self._transport.closes_before or not closing.has_failed else closing.without()
+        return closing if self._transport.closes_before or not closing.has_failed else closing.without_factor()
 
     def _send(self) -> None:
         window = self._window

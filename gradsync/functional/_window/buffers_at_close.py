@@ -1,4 +1,4 @@
-"""The buffers of a window that closes: all ranks get those of one rank, the lowest that was to have a micro-batch."""
+"""Buffers as a window closes: all ranks get those of the lowest rank that had a micro-batch, or was expected to."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class BuffersAtClose:
     def __init__(self, window: Window, exchange: Exchange, shares: Callable[[], Sequence[Share]]) -> None:
         self._window = window
         self._shares = shares
-        self._due = exchange.due()  # which ranks were to have a micro-batch, by rank; empty: every rank
+        self._due = exchange.due()  # which ranks were expected to have one, by rank; empty: every rank
         self._all_are_due = not self._due and window.heard is None and not exchange.has_an_end
         self._arrivals: Sequence[Callable[[], None]] | None = None  # waits for buffers that have left already
 
     def send(self) -> None:
-        """Before the backward: send them already. Only where rank 0 may have none does it wait for the table."""
+        """Send the buffers before the backward. This waits for the table only if rank 0 may have no micro-batch."""
         rank = 0 if self._all_are_due or any(self._due[:1]) else self._source()
         self._arrivals = [engine.send_buffers(rank) for engine in self._window.active]
 
     def share(self) -> None:
-        """After the backward: make them equal, or wait for those that were sent."""
+        """Make the buffers equal after the backward, or wait for those that were sent."""
         for arrive in self._arrivals or ():
             arrive()
         if self._arrivals is None:
@@ -34,7 +34,7 @@ class BuffersAtClose:
                 engine.share_buffers(rank)
 
     def _source(self) -> int:
-        """The lowest rank that had a micro-batch, or was to have one."""
+        """The rank whose buffers all get."""
         due = self._due
         there = (r for r, share in enumerate(self._shares()) if share.num_calls or (r < len(due) and due[r]))
         return next(there, 0)

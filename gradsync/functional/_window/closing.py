@@ -19,8 +19,8 @@ from gradsync.ranks.tables import Sent
 class Closing(NamedTuple):
     """What came to a window that closes: the shares by rank, and the factor for the gradients.
 
-    Multiplied by `factor`, the engines' average over the ranks is the mean over all micro-batches (or counts). It is
-    None if there is nothing to average; then make no update. `rank` is this rank's own place in `shares`.
+    Multiplied by `factor`, the engines' average over the ranks is the mean over all micro-batches (or counts). `factor`
+    is None if there is nothing to average; then make no update. `rank` is this rank's own place in `shares`.
     """
 
     shares: tuple[Share, ...]
@@ -36,7 +36,7 @@ class Closing(NamedTuple):
         """Whether a rank failed after the table. Waits for what the ranks have said of that."""
         return self.failures is not None and any(row[0] for row in self.failures.rows())
 
-    def without(self) -> Closing:
+    def without_factor(self) -> Closing:
         """The same, with nothing to average: a rank failed after the table."""
         return self._replace(factor=None)
 
@@ -75,7 +75,7 @@ class Closing(NamedTuple):
     def own_factor(self) -> float | None:
         """The factor that makes this rank's own gradients their mean; None if they weigh nothing.
 
-        The loss of a mean was divided by the window's size before its backward; a `LossSum` was not.
+        The backward of a mean began with one over the window's size, that of a `LossSum` with 1.
         """
         share, over = self.shares[self.rank], float(self.own_divisor)
         return (1.0 if share.kind == SUMS else share.size) / over if over else None
@@ -130,12 +130,12 @@ _REPLACED = (
 
 
 def _insist_on_alike(shares: Sequence[Share]) -> None:
-    """Raise if the ranks planned windows of different sizes, or returned different kinds of losses."""
+    """Raise if the ranks differ in the window's size or number, in replacements, in scale or in the kind of loss."""
     agreed([(r, int(share.size)) for r, share in enumerate(shares) if share.size], "number of steps in a window")
     numbers = [(rank, int(share.number)) for rank, share in enumerate(shares) if share.number != NOBODY]
     agreed(numbers, "number of closed windows", _MISSED)
     changes = [(rank, int(share.changes)) for rank, share in enumerate(shares) if share.changes != NOBODY]
-    agreed(changes, "number of changes of participants in a loop", _REPLACED)
+    agreed(changes, "number of times that a participant was replaced in the loop", _REPLACED)
     came = [(rank, share) for rank, share in enumerate(shares) if share.num_micro_batches]
     scales = [(rank, float(share.scale)) for rank, share in came]
     agreed(scales, "scale of the GradScaler", "Load its state on all ranks, or on none.")

@@ -19,8 +19,9 @@ from gradsync.ranks.tables import Sent
 class Exchange:
     """How the ranks tell each other their shares of a window that closes.
 
-    This is the exchange outside of loops: all ranks make equally many calls, and a table is sent only where shares may
-    differ. In `.over` and in `sync_every` over an iterable, that of `_loop/loop_exchange.py` takes its place.
+    This is the exchange outside of loops, where all ranks make equally many calls. A table is sent only where shares
+    may differ all the same: with `skip`, with counts, with a function for `steps`, or after calls without a backward.
+    In `.over` and in `sync_every` over an iterable, that of `_loop/loop_exchange.py` takes its place.
     """
 
     #: Whether this is a loop, whose data ends.
@@ -34,11 +35,11 @@ class Exchange:
         """Called when a call begins, before it opens a window."""
 
     def is_last_call(self, window: Window) -> bool:  # noqa: ARG002 - for loops
-        """Whether the data ends with the call that begins, and its window with it."""
+        """Whether the call that begins is the last of this rank's data, and closes its window."""
         return False
 
     def plan(self, window: Window) -> None:
-        """Called when a window opens: its size is sent where another one elsewhere would make forwards wait.
+        """A window opens. If the ranks' forwards wait for each other, send its size: another size would hang them.
 
         `compare_sizes` reads the answer before the window's first backward.
         """
@@ -62,7 +63,7 @@ class Exchange:
         return None
 
     def shares(self, window: Window, sent: Sent | None) -> list[Share]:
-        """The shares of all ranks. Waits for what was sent, or for its own count on a device; for no backward."""
+        """The shares of all ranks. Waits for the table, or for this rank's count on a device; never for a backward."""
         return alike(window) if sent is None else shares_in(sent)
 
     def due(self) -> Sequence[bool]:
@@ -70,7 +71,7 @@ class Exchange:
         return ()
 
     def agree(self, window: Window) -> None:
-        """Before a team's first synchronisation: compare what would make ranks wait forever if it differed."""
+        """Before a team's first synchronisation, and when its kind of loss changes: compare what could hang ranks."""
         team = window.team
         if team.kind is not None and (self._always or window.kind == team.kind):
             return

@@ -17,7 +17,7 @@ _GRADIENT = attrgetter("grad")
 class GradientWatch:
     """Compares the gradients of a window with what its last micro-batch has left.
 
-    A backward may reach one layer only: each gradient is looked at, a fifth of a us for each. Those that engines keep
+    A backward may reach a single layer, so each gradient is looked at, for 0.2 us each. Those that engines keep
     inside are counted before a window's first micro-batch only.
     """
 
@@ -67,7 +67,9 @@ class GradientWatch:
         team = self.team
         if team is None or not team.holds_inside:
             return False
-        return bool(team.num_inside()) if now else any(team.gradients_left())  # none is watched where engines move all
+        return (
+            bool(team.num_inside()) if now else any(team.gradients_left())
+        )  # where engines move all storage, none is watched
 
 
 _VANISHED = "vanished: something called zero_grad()"

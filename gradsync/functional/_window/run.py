@@ -22,7 +22,7 @@ from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.exchange import Exchange, Exchanges, compare_sizes, meet_at_flush
 from gradsync.functional._window.share import Share
 from gradsync.functional._window.terms import Terms, Who, window_size
-from gradsync.functional._window.window import RUNS, Place, Role, Window, insist_on_one_window, settle_others, weigh
+from gradsync.functional._window.window import RUNS, Place, Role, Window, insist_on_one_window, settle_travelling, weigh
 
 
 class Run:
@@ -78,7 +78,7 @@ class Run:
     # -- a micro-batch ----------------------------------------------------------------------------------------------
 
     def start(self, who: Who, loop: Exchanges | None = None) -> Place:
-        """A call begins: its place. A window is opened if none is."""
+        """A call begins: returns its place. Opens a window if none is open."""
         if torch.is_inference_mode_enabled():
             raise no_gradient("this runs under torch.inference_mode()")
         goes_on = self.window is not None
@@ -95,8 +95,8 @@ class Run:
     def insist_on_same(self, place: Place) -> None:
         """Raise if models or optimizers have changed since the window was opened.
 
-        Asked before each backward, because a body may change them too. In held places only `requires_grad` is compared,
-        which is cheap.
+        Asked before each backward, because the body may have changed them. In held places only `requires_grad` is
+        compared, which is cheap.
         """
         team = self.open_window.team
         if place.last:
@@ -194,9 +194,9 @@ class Run:
     ) -> Callable[[], bool]:
         """Synchronise in a backward that the user runs and that has begun; `done` is called at its end.
 
-        `reached` collects the ids of the leaves that the backward comes to. Call what is returned after the backward,
-        however that ended. If the backward failed, it completes the collectives; it returns whether the failure was a
-        wait for other ranks.
+        `reached` collects the ids of the leaves that the backward comes to. After the backward, however it ended, call
+        the function that this returns. If the backward failed, the function completes the collectives, and returns
+        whether the backward failed while it waited for other ranks.
         """
         window = self.open_window
         if place.role is RUNS:
@@ -214,14 +214,14 @@ class Run:
         models, optimizers = self.who.models, self.who.optimizers
         if self.team is None or not self.team.fits(models, optimizers):
             inside = (one for model in models for one in model.parameters())
-            settle_others({id(parameter) for parameter in (*owned(optimizers), *inside)}, of=self)
+            settle_travelling({id(parameter) for parameter in (*owned(optimizers), *inside)}, always=self)
             self.team = Team(self.name, models, optimizers, sync=self.terms.sync, before=self.team)
         return self.team
 
     def open(self, team: Team) -> Window:
         """Open a window of this team, which must fit the models and optimizers."""
-        insist_on_one_window(self.name, team.ids, of=self)
-        settle_others(team.ids, beside=self)
+        insist_on_one_window(self.name, team.ids, but=self)
+        settle_travelling(team.ids, never=self)
         self.transport.check(team)
         size = window_size(self.terms.steps, self.number)
         self.window = Window(team, self.number, size, self.terms.keeps_losses)
@@ -234,7 +234,7 @@ class Run:
         self.number += 1
 
     def take_back(self) -> None:
-        """Count a closed window no longer: its update, made later, has failed here. The next table tells the ranks."""
+        """Undo the count of a closed window: its update came later, and failed here. The next table tells the ranks."""
         self.number -= 1
         if self.window is not None:
             self.window.number -= 1
@@ -309,7 +309,7 @@ class Run:
             compare_sizes(window)
         if place.last:
             return Order.of_boundary(window.active, window.size, window.asked)
-        # In a loop ranks may run out at different times: they can agree on one synchronisation a window only.
+        # In a loop ranks run out at different times. Only the boundary is sure to find them all: "each" waits for it.
         exchange, team = self._exchange, window.team
         if self.terms.sync == "each" and (not exchange.has_an_end or team.num_ranks == 1 or team.lockstep):
             if team.num_ranks > 1:

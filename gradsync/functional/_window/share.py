@@ -12,7 +12,7 @@ from gradsync._loss import NO_LOSS, widest
 from gradsync.functional._window.window import Window
 from gradsync.ranks.tables import Sent
 
-NOBODY = -1.0  # in place of a key: no run
+NOBODY = -1.0  # in place of a key or a number: there is none
 # In place of a number of items that are left:
 UNKNOWN = math.inf
 PERHAPS = 0.5  # there may be another call for the last item
@@ -20,13 +20,16 @@ ASKS = -1.0  # this rank does not know which window closes, and asks
 
 
 class Share(NamedTuple):
-    """What one rank brings to one window: numbers only, sent as a row of a table."""
+    """What one rank brings to one window: numbers only, sent as a row of a table.
+
+    Loops use the same row as a question before a micro-batch, and as the greeting at their first call.
+    """
 
     num_micro_batches: float = 0.0  # that count in the mean
     num_calls: float = 0.0  # dropped ones included
     size: float = 0.0  # of the window as planned; 0 on a rank that has not opened it
     kind: float = NO_LOSS
-    # The sum of the counts of its LossSums. (The ignored errors are about the method of a tuple.)
+    # The sum of the counts of its LossSums. (The ignores are there because a tuple has a method `count`.)
     count: float | torch.Tensor = 0.0  # type: ignore[assignment] # pyright: ignore[reportIncompatibleMethodOverride]
     loss: float | torch.Tensor | Sequence[torch.Tensor] = 0.0  # the sum of its losses, or those to be summed
     # 1 if a backward failed: all ranks drop the window. In a question, if tensor-parallel ranks contradict each other.

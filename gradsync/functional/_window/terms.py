@@ -74,7 +74,7 @@ def _check_size(size: object, what: str) -> None:
 
 
 Tail: TypeAlias = Literal["step", "drop", "carry"]
-"""An update with its exact mean; or it is discarded; or it stays open for the data that comes next."""
+"""What becomes of a tail: an update with its exact mean; nothing; or it stays open for the next data."""
 
 
 def ends_with_data(tail: Tail) -> bool:
@@ -95,12 +95,16 @@ class Terms:
     tail: Tail = "step"
     repeats: Literal["forwards", "always"] = "forwards"
     sync: str = "window"
-    skip: tuple[type[BaseException], ...] = ()
+    skip: tuple[type[Exception], ...] = ()
     words: Mapping[str, Any] = field(default_factory=dict)
     keeps_losses: bool = True
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
+        for one in self.skip:
+            if not (isinstance(one, type) and issubclass(one, Exception)):
+                of = "" if isinstance(one, type) else f", of type {type(one).__name__},"
+                raise TypeError(f"skip must be a tuple of exception types, but {one!r}{of} is in it. Pass the classes.")
 
     def skips(self, error: BaseException) -> bool:
         """Whether `skip` has the type of an error, and it is neither misuse nor means a lost rank."""

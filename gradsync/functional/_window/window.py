@@ -69,7 +69,7 @@ class Window:
         self.active = [engine for engine in self.team.engines if engine.trainable()]
 
     def add(self, loss: torch.Tensor | LossSum) -> None:
-        """Count a micro-batch of this loss. It is not checked, because it may be detached already."""
+        """Count a micro-batch of this loss. The loss is not checked, because it may be detached already."""
         tensor, kind = (loss.loss, SUMS) if isinstance(loss, LossSum) else (loss, MEANS)
         if kind != self.kind:
             if self.kind != NO_LOSS:
@@ -106,7 +106,7 @@ class Window:
 
     @property
     def asked(self) -> Sequence[Engine]:
-        """The engines that are asked what is wrong with the parameters that this rank has used.
+        """The engines that are asked whether this rank has used their parameters wrongly.
 
         A rank without a micro-batch has nothing to use them in, and a window that failed makes no update.
         """
@@ -164,22 +164,24 @@ def _share_of_mean(window: Window, loss: torch.Tensor) -> torch.Tensor:
     return seed
 
 
-def insist_on_one_window(name: str, ids: Collection[int], *, of: object) -> None:
-    """Raise if one of these parameters, with which the run `of` opens a window, is in the open window of another."""
+def insist_on_one_window(name: str, ids: Collection[int], *, but: object) -> None:
+    """Raise if one of these parameters is in the open window of a run, but for the run `but`, which opens one."""
     for other in list(OPEN) if OPEN else ():
-        if other is not of and not other.team.ids.isdisjoint(ids):
+        if other is not but and not other.team.ids.isdisjoint(ids):
+            is_iterator = other.terms.repeats == "always"
             raise GradSyncError(
                 f"A parameter can be in one open window at a time, but {name} begins one with parameters that "
-                f"are in the open window of {other.name}. Call {other.name}.flush() or .reset() first, or keep the "
+                f"are in the open window of {other.name}. "
+                f"{'End that window' if is_iterator else f'Call {other.name}.flush() or .reset()'} first, or keep the "
                 "other model out of one of the optimizers."
             )
 
 
-def settle_others(ids: Collection[int], *, of: object = None, beside: object = None) -> None:
-    """Settle the windows of other runs whose gradients travel to these parameters.
+def settle_travelling(ids: Collection[int], *, always: object = None, never: object = None) -> None:
+    """Land the gradients that travel to these parameters.
 
-    The windows of the run `of` are settled whatever their parameters; those of the run `beside` are not.
+    Those of the run `always` land whatever its parameters, and those of the run `never` do not.
     """
     for other in list(TRAVELLING) if TRAVELLING else ():
-        if other.run is of or (other.run is not beside and not other.ids.isdisjoint(ids)):
+        if other.run is always or (other.run is not never and not other.ids.isdisjoint(ids)):
             other.settle()

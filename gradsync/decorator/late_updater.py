@@ -62,7 +62,7 @@ class _Leg:
     in_flight: InFlight = field(init=False)  # once it has departed
 
 
-class Overlapped(Updater, Transport):
+class LateUpdater(Updater, Transport):
     """The windows of one call between their boundary and their update."""
 
     closes_before = True
