@@ -16,8 +16,9 @@ import torch
 
 from gradsync._errors import GradSyncError
 from gradsync._frames import drawn_by, is_left_on_purpose
+from gradsync._loss import PLAIN
 from gradsync._step_hook import watch_steps
-from gradsync.functional._iterator.plain_backward import Arrivals, PlainBackward
+from gradsync.functional._iterator.plain_backward import Arrivals, InUsersBackward, PlainBackward
 from gradsync.functional._iterator.users_gradients import check_step, insist_on_none_inside, insist_on_none_left, mark
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.contexts import NO_RANGE
@@ -26,7 +27,7 @@ from gradsync.functional._update.optimizers import owned
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.gradient_watch import GradientWatch
 from gradsync.functional._window.run import Run
-from gradsync.functional._window.window import Place
+from gradsync.functional._window.window import RUNS, Place
 from gradsync.ranks.lost import waited
 
 # How far a turn is. Plain strings, because each micro-step looks at them.
@@ -71,7 +72,7 @@ class BodyWatch:
             self._arrivals.stop()
         self._arrivals, self._gradients = None, GradientWatch()
         self._place, self._over, self._hold = None, None, NO_RANGE
-        self._run.forget_team()
+        self._run.team = None
 
     def leave(self, error: BaseException, frame: FrameType | None) -> None:
         """The loop is left. After an exception, the open window is discarded.
@@ -83,7 +84,7 @@ class BodyWatch:
         if self._state in _BROKEN or not is_end or not is_left_on_purpose(frame, self._loop):
             run.discard()
             return
-        if run.index and not run.is_plain:
+        if run.index and run.open_window.kind != PLAIN:
             mark(run.fitting_team().parameters)
         run.abandon()
 
@@ -97,8 +98,9 @@ class BodyWatch:
         if not place.index:
             self._loop = drawn_by(sys._getframe(2))  # frame 2 is that of whoever draws from the generator
             self._begin_window(run.fitting_team())
-        if not self._is_explicit and run.synchronises(place):
-            team = run.fitting_team()
+        window = run.open_window
+        if not self._is_explicit and (place.last or any(engine.owes_first for engine in window.active)):
+            team = window.team
             self._plain, self._state = PlainBackward(team.leaves, self._join, team.swapped), _QUIET
         return self
 
@@ -130,7 +132,8 @@ class BodyWatch:
         if place.last:
             self._end_window(place, state)
         elif self._over is None and state in _BEFORE:
-            self._run.pass_by()
+            window = self._run.open_window
+            window.num_own, window.index = window.num_own + 1, window.index + 1
 
     def _begin_window(self, team: Team) -> None:
         insist_on_none_inside(team)
@@ -169,7 +172,7 @@ class BodyWatch:
                 + ("a second one. Add the losses up and call step.backward once." if place is self._place else
                    "one out of turn. Call its backward before the loop draws the next item, or is left.")
             )  # fmt: skip
-        if not self._is_explicit and run.is_plain:
+        if not self._is_explicit and run.open_window.kind == PLAIN:
             raise _mixed(place)
         self._is_explicit = True
         if self._plain is not None:
@@ -223,13 +226,17 @@ class BodyWatch:
             self._state = _MIXED
             raise _mixed(place)
         self._state = _QUIET
-        run.note_plain(place)
+        window, is_own = run.open_window, place.role is RUNS
+        if is_own:
+            window.kind = PLAIN
         if self._plain is None:
             return
         if self._over is None:
-            if not run.fitting_team().holds_inside:  # such engines have their parameters gathered now
+            if not window.team.holds_inside:  # such engines have their parameters gathered now
                 run.insist_on_same(place)
-            self._over = run.join_users_backward(place, self._plain.reached, self._note)
+            if is_own:
+                window.add_plain()
+            self._over = InUsersBackward(run.passage(place), self._plain.reached, self._note).over
         elif self._closing is not None and place.last:
             raise GradSyncError(
                 "The last micro-step of a window runs one backward, which synchronises the window, but a second one "

@@ -1,4 +1,7 @@
-"""Hooks at the parameters, which notice a backward that the user runs: `Arrivals` after it, `PlainBackward` before."""
+"""A backward that the user runs: hooks at parameters that notice it, and how the window synchronises in it.
+
+`Arrivals` is called after gradients, `PlainBackward` before them; `InUsersBackward` synchronises.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from gradsync._state import SILENT
+from gradsync.functional._window.boundary import Passage
+from gradsync.functional._window.closing import Closing
 
 
 class Arrivals:
@@ -70,6 +76,47 @@ class PlainBackward:
             return
         self.reached.add(leaf)
         self._begin()
+
+
+class InUsersBackward:
+    """Synchronises in a backward of the user's that has begun already; `done(closing)` is called at its end."""
+
+    __slots__ = ("_done", "_has_ended", "_passage", "_reached", "_waits")
+
+    def __init__(self, passage: Passage, reached: set[int], done: Callable[[Closing | None], None]) -> None:
+        """`reached` has the ids of the leaves that the backward has come to."""
+        self._passage = passage.__enter__()
+        self._reached = reached
+        self._done = done
+        self._waits = False  # whether all gradients are there, so that it can only wait for other ranks
+        self._has_ended = False
+        passage.order.arm(None)
+        # Queued twice: the reducer queues its own callback when its last bucket leaves, and ours must come after it.
+        Variable._execution_engine.queue_callback(self._arrived)
+
+    def over(self) -> bool:
+        """After the backward: complete the collectives if it failed; returns whether it failed waiting for ranks."""
+        if self._has_ended or self._waits:
+            return not self._has_ended
+        self._has_ended = True
+        self._note_visits()
+        self._passage.__exit__(None, RuntimeError("a backward of the user's own, which raises its own error"), None)
+        return False
+
+    def _arrived(self) -> None:
+        self._waits = True
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        self._note_visits()
+        self._has_ended = True
+        self._passage.__exit__(None, None, None)
+        self._done(self._passage.closing)
+
+    def _note_visits(self) -> None:
+        for engine in self._passage.order.armed:
+            if not self._reached.isdisjoint(map(id, engine.leaves)):
+                engine.note_visit()
 
 
 # A context in which parameters of lazy modules (on one rank) take hooks before they have a shape, and keep them.

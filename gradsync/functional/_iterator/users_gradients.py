@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from gradsync._errors import GradSyncError
+from gradsync._loss import PLAIN
 from gradsync._state import OPEN
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.gradients import values_here
@@ -89,5 +90,5 @@ def check_step(
             f"{', '.join(str(list(one.shape)) for one in others[:3])}. Pass all models: sync_every([model, other], "
             "...). Put a parameter of no module into one: nn.ParameterList([parameter])."
         )
-    if not run.is_plain:
+    if run.open_window.kind != PLAIN:
         mark(stepped)

@@ -7,11 +7,10 @@ gradients travel to the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
-from torch.autograd import Variable
 from typing_extensions import Self
 
 from gradsync._loss import SUMS
@@ -171,44 +170,3 @@ class Boundary:
 
 
 Passage: TypeAlias = Held | Boundary
-
-
-class InUsersBackward:
-    """Synchronises in a backward of the user's that has begun already; `done(closing)` is called at its end."""
-
-    __slots__ = ("_done", "_has_ended", "_passage", "_reached", "_waits")
-
-    def __init__(self, passage: Passage, reached: set[int], done: Callable[[Closing | None], None]) -> None:
-        """`reached` has the ids of the leaves that the backward has come to."""
-        self._passage = passage.__enter__()
-        self._reached = reached
-        self._done = done
-        self._waits = False  # whether all gradients are there, so that it can only wait for other ranks
-        self._has_ended = False
-        passage.order.arm(None)
-        # Queued twice: the reducer queues its own callback when its last bucket leaves, and ours must come after it.
-        Variable._execution_engine.queue_callback(self._arrived)
-
-    def over(self) -> bool:
-        """After the backward: complete the collectives if it failed; returns whether it failed waiting for ranks."""
-        if self._has_ended or self._waits:
-            return not self._has_ended
-        self._has_ended = True
-        self._note_visits()
-        self._passage.__exit__(None, RuntimeError("a backward of the user's own, which raises its own error"), None)
-        return False
-
-    def _arrived(self) -> None:
-        self._waits = True
-        Variable._execution_engine.queue_callback(self._finish)
-
-    def _finish(self) -> None:
-        self._note_visits()
-        self._has_ended = True
-        self._passage.__exit__(None, None, None)
-        self._done(self._passage.closing)
-
-    def _note_visits(self) -> None:
-        for engine in self._passage.order.armed:
-            if not self._reached.isdisjoint(map(id, engine.leaves)):
-                engine.note_visit()

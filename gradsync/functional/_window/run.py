@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,14 +9,14 @@ import torch
 from torch.amp import GradScaler
 from torch.autograd import profiler
 
-from gradsync._loss import PLAIN, LossSum, check_loss, no_gradient
+from gradsync._loss import LossSum, check_loss, no_gradient
 from gradsync._state import OPEN
 from gradsync.functional._team.backward import HELD, Order, RunBackward, backward
 from gradsync.functional._team.hold import weightless
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.contexts import both, named_range
 from gradsync.functional._update.optimizers import owned
-from gradsync.functional._window.boundary import Boundary, Held, InUsersBackward, Passage, Transport
+from gradsync.functional._window.boundary import Boundary, Held, Passage, Transport
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.exchange import Exchange, Exchanges, compare_sizes, meet_at_flush
 from gradsync.functional._window.share import Share
@@ -155,8 +154,12 @@ class Run:
         backward; `closing` is then what `Run.backward` would return.
         """
         self.insist_on_same(place)
+        self.open_window.add(loss)
+        return self.passage(place)
+
+    def passage(self, place: Place) -> Passage:
+        """What synchronises in a backward of this place: a context manager around it."""
         window = self.open_window
-        window.add(loss)
         return self._passage(window, place, self._order(window, place))
 
     def miss(self, place: Place) -> Closing | None:
@@ -174,36 +177,6 @@ class Run:
         """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean."""
         self.open_window.drop()
         return self.miss(place)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a backward that is not ours has been in the open window."""
-        return self.open_window.kind == PLAIN
-
-    def note_plain(self, place: Place) -> None:
-        """A backward that is not ours has come, in a place that is held."""
-        if place.role is RUNS:
-            self.open_window.kind = PLAIN
-
-    def synchronises(self, place: Place) -> bool:
-        """Whether engines synchronise in the backward of this place."""
-        return place.last or any(engine.owes_first for engine in self.open_window.active)
-
-    def join_users_backward(
-        self, place: Place, reached: set[int], done: Callable[[Closing | None], None]
-    ) -> Callable[[], bool]:
-        """Synchronise in a backward that the user runs and that has begun; `done` is called at its end.
-
-        `reached` collects the ids of the leaves that the backward comes to. After the backward, however it ended, call
-        the function that this returns. If the backward failed, the function completes the collectives, and returns
-        whether the backward failed while it waited for other ranks.
-        """
-        window = self.open_window
-        if place.role is RUNS:
-            window.num_micro_batches += 1
-            window.num_own += 1
-            window.kind = PLAIN
-        return InUsersBackward(self._passage(window, place, self._order(window, place)), reached, done).over
 
     # -- a window ---------------------------------------------------------------------------------------------------
 
@@ -239,11 +212,6 @@ class Run:
         if self.window is not None:
             self.window.number -= 1
 
-    def pass_by(self) -> None:
-        """Count a place in which this rank ran nothing."""
-        self.open_window.num_own += 1
-        self.open_window.index += 1
-
     def abandon(self) -> None:
         """Forget the open window. Its gradients stay."""
         self._num_dropped = self.num_dropped
@@ -253,10 +221,6 @@ class Run:
     def leave_loop(self) -> None:
         """The loop that it was called in is over: let go of it."""
         self._exchange = self._alone
-
-    def forget_team(self) -> None:
-        """Called after the last window: the run may be kept for longer than its models."""
-        self.team = None
 
     def discard(self) -> None:
         """Discard the open window and its gradients, those inside engines too."""

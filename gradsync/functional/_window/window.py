@@ -11,7 +11,7 @@ import torch
 from torch.amp import GradScaler
 
 from gradsync._errors import GradSyncError
-from gradsync._loss import MEANS, NO_LOSS, SUMS, Count, LossSum
+from gradsync._loss import MEANS, NO_LOSS, PLAIN, SUMS, Count, LossSum
 from gradsync._state import OPEN, TRAVELLING
 from gradsync.engines import Engine
 from gradsync.functional._team.team import Team
@@ -84,6 +84,12 @@ class Window:
         self.num_own += 1
         if self.keeps_losses:
             self.losses.append(tensor.detach().clone())  # a copy: the caller may write to the loss that it gets back
+
+    def add_plain(self) -> None:
+        """Count a micro-batch whose backward is the user's own."""
+        self.num_micro_batches += 1
+        self.num_own += 1
+        self.kind = PLAIN
 
     def drop(self) -> None:
         """Count a call without a micro-batch."""
