@@ -14,7 +14,7 @@ class GradSyncError(RuntimeError):
 
 
 def is_misuse(error: BaseException) -> bool:
-    """Whether it is, or is a group that has, a `GradSyncError`: what no `skip` drops."""
+    """Whether an error is a `GradSyncError`, or a group with one in it. No `skip` drops these."""
     inner = getattr(error, "exceptions", ()) if isinstance(error, _GROUPS) else ()
     return isinstance(error, GradSyncError) or any(map(is_misuse, inner))
 

@@ -27,8 +27,8 @@ their layouts."""
 TRAVELLING: weakref.WeakSet[Any] = weakref.WeakSet()
 """The windows whose gradients travel (`overlap`). Before another window uses their parameters, they `settle`."""
 
-OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The runs with an open window, of all functions: a parameter can be in one open window only."""
+ALL_RUNS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The runs of all functions and loops. A parameter can be in the open window of one of them only."""
 
 LOOPS: weakref.WeakSet[Any] = weakref.WeakSet()
 """The loops that are under way, of all functions: in one at a time, ranks may have different numbers of items."""

@@ -11,8 +11,8 @@ from typing_extensions import ParamSpec
 
 from gradsync.decorator.accumulated import Accumulated, AccumulatedFunction
 from gradsync.decorator.participants import Naming
-from gradsync.decorator.settings import Compress, Settings, Sync
-from gradsync.functional import NonFinite, Steps, Tail
+from gradsync.decorator.settings import Compress, Settings
+from gradsync.functional import NonFinite, Steps, Sync, Tail
 from gradsync.parts import Cut
 
 P = ParamSpec("P")

@@ -24,7 +24,7 @@ _DATA = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.
 class Body(GradientWatch):
     """Runs the function of one (function, instance, optimizers), which must leave gradients alone.
 
-    So must what comes between two calls, and what came before a window.
+    Code between two calls must leave them alone, too, and a window must begin without any.
     """
 
     __slots__ = ("_has_met_forward", "_run")

@@ -138,7 +138,7 @@ class CallRunner:
             if place.last and updater.lands_before_boundary:
                 returned, _ = self._forward_and_backward(place._replace(last=False), call, loop)
                 updater.settle()
-                closing = self._miss(place)  # synchronises what was held
+                closing = self._miss(place._replace(role=Role.MISSES))  # synchronises what was held
             else:
                 returned, closing = self._forward_and_backward(place, call, loop)
             reporter.now.micro_steps += 1
@@ -206,7 +206,7 @@ class CallRunner:
             self._end_place(self._run_again(place) if place.role is Role.REPEATS else self._miss(place))
 
     def land_before_boundary(self) -> None:
-        """This rank's data has ended: land what the other ranks land before their next boundary."""
+        """This rank's data has ended: land the gradients that the others land before their next boundary."""
         if self.updater.lands_before_boundary:
             with self:  # like the other ranks
                 self.updater.settle()

@@ -25,7 +25,6 @@ from gradsync.functional import (
     Transport,
     Window,
     bare_optimizer,
-    factor_of_update,
     refuse_nonfinite,
     window_size,
 )
@@ -53,7 +52,7 @@ _NUM_TRAVELLING = "_gradsync_travelling"
 class _Leg:
     """A closed window whose gradients travel, and what its update needs."""
 
-    what: Callable[[], str]  # it waits for
+    what: Callable[[], str]  # what this rank waits for, in words
     flights: Sequence[Flight]
     ddps: Sequence[DistributedDataParallel]
     team: Team
@@ -63,7 +62,7 @@ class _Leg:
 
 
 class LateUpdater(Updater, Transport):
-    """The windows of one call between their boundary and their update."""
+    """Makes the updates of one call's windows later than their boundaries."""
 
     closes_before = True
 
@@ -155,15 +154,13 @@ class LateUpdater(Updater, Transport):
         if team.num_ranks == 1:
             super().close(closing)
             return
-        factor = factor_of_update(self.settings.tail, closing)
-        if factor is None:
+        if closing.factor is None:
             self._drop()
-            team.drop_gradients()
             self.run.close()
             self._land()
             self.reporter.note_skipped(closing)
             return
-        self._departing = _Leg(window.what, self._flights, self._ddps, team, factor, closing)
+        self._departing = _Leg(window.what, self._flights, self._ddps, team, closing.factor, closing)
         self._flights, self._ddps = (), ()
         TRAVELLING.add(self)
         self.run.close()

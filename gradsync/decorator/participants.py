@@ -167,7 +167,7 @@ def _fits(one: object, kind: str) -> bool:
 
 
 def kind_of(one: object) -> str | None:
-    """As what an object takes part; None if it does not. A scheduler has a `step` and the optimizer that it moves."""
+    """The kind of participant that an object is, or None. A scheduler has a `step` and the optimizer that it moves."""
     if isinstance(one, nn.Module):
         return "model"
     if isinstance(one, Optimizer):

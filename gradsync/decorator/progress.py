@@ -28,7 +28,8 @@ class Progress:
     - `grad_norm`: the norm of the gradients of the last closed window, before clipping; None without `clip_norm`, or
       where that window had nothing to average.
     - `loss`: this rank's mean over the last closed window, on its device. `count`: the sum of its counts; None if its
-      losses were means. `global_loss`: the mean over all ranks, in `.over` and with `LossSum`; else None.
+      losses were means. `global_loss`: the mean over all ranks, where a table travels: in `.over`, with `LossSum`, with
+      `skip`, and with a function for `steps`; else None.
     """
 
     micro_steps: int = 0
@@ -43,7 +44,7 @@ class Progress:
     parts: int = 1
     rows: int | None = None
     grad_norm: torch.Tensor | None = None
-    _closing: Closing | None = field(default=None, repr=False)
+    _closing: Closing | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     @property
     def loss(self) -> torch.Tensor | None:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from gradsync.decorator.participants import Finder
-from gradsync.functional import NonFinite, Steps, Tail, Terms
+from gradsync.functional import NonFinite, Steps, Sync, Tail, Terms
 from gradsync.overlap import check_compress, check_settings
 from gradsync.parts import Cut, Fit
 
-Sync = Literal["window", "each", "shard"]
 Compress = Literal["bf16"]
 
 
@@ -32,9 +31,8 @@ class Settings(Finder):
     fit: bool | Cut = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("tail", Tail), ("sync", Sync), ("nonfinite", NonFinite)):
-            if getattr(self, name) not in get_args(allowed):
-                raise ValueError(f"{name} must be one of {get_args(allowed)}, but it is {getattr(self, name)!r}.")
+        if self.nonfinite not in get_args(NonFinite):
+            raise ValueError(f"nonfinite must be one of {get_args(NonFinite)}, but it is {self.nonfinite!r}.")
         clip_norm = self.clip_norm
         is_number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
         if clip_norm is not None and not (is_number and clip_norm > 0):
@@ -51,7 +49,7 @@ class Settings(Finder):
                 f"{'async or a generator' if never_runs else f'of type {type(given).__name__}'}. "
                 "Write, for example, on_update=lambda progress: ema.update()."
             )
-        self.terms()  # which looks at the steps and at `skip`
+        self.terms()  # which looks at those that are the same on all ranks
         check_compress(self.compress)
         if self.fit is not False:
             Fit(self.fit)  # which raises for what it cannot be

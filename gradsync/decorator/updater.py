@@ -17,7 +17,6 @@ from gradsync.functional import (
     Team,
     Update,
     Window,
-    factor_of_update,
     move,
     refuse_nonfinite,
     step_optimizers,
@@ -32,7 +31,7 @@ class Updater:
 
     `schedulers` and `scaler` refer to those of the last call, and keep none alive.
 
-    With `overlap`, an `LateUpdater` takes its place, which makes them later. It overrides what does nothing here.
+    With `overlap`, a `LateUpdater` takes its place, which makes them later. It overrides what does nothing here.
     """
 
     def __init__(self, run: Run, settings: Settings, reporter: Reporter) -> None:
@@ -45,14 +44,12 @@ class Updater:
     def close(self, closing: Closing) -> None:
         """After the open window has synchronised: make its update, if it gets one, and close it."""
         window = self.run.open_window
-        factor = factor_of_update(self.settings.tail, closing)
-        if factor is None:
+        if closing.factor is None:
             self.reporter.note(_NO_UPDATE, closing)
-            window.team.drop_gradients()
-            self._clear(window.team)
             self.run.close()
+            self._clear(window.team)
         else:
-            made = self.step(window.team, factor, closing, window)
+            made = self.step(window.team, closing.factor, closing, window)
             refuse_nonfinite(made, self.settings.nonfinite)
 
     def step(self, team: Team, factor: float, closing: Closing, window: Window | None = None) -> Update:

@@ -54,7 +54,7 @@ class WindowsOfFunction:
         self._loaded_latest: int | None = None  # the number of the state that was called last
 
     def of(self, instance: object) -> WindowsOfFunction:
-        """Those of one instance. They end with it; with __slots__ nobody is told, and its optimizers end them."""
+        """Those of one instance. They end with it; one with __slots__ cannot be watched: with its optimizers."""
         if instance is None:
             return self
         own = self._of.get(id(instance))

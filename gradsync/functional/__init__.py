@@ -31,13 +31,15 @@ Another decorator, with tails, `LossSum` and ranks that differ:
 ...         def over(items):
 ...             loop = F.Loop("accumulate.over", F.length(items), lambda: [run])
 ...             loops.append(loop)
-...             for item in loop.items(items):
-...                 yield item
-...             for _, place in loop.rest():
-...                 with run.holding(place):
-...                     closing = run.miss(place)
-...                 settle(closing)
-...             loops.remove(loop)
+...             try:
+...                 yield from loop.items(items)
+...                 for _, place in loop.rest():
+...                     with run.holding(place):
+...                         closing = run.miss(place)
+...                     settle(closing)
+...             finally:
+...                 loop.end()
+...                 loops.remove(loop)
 ...         step.over = over
 ...         return step
 ...     return decorate
@@ -49,8 +51,8 @@ Another decorator, with tails, `LossSum` and ranks that differ:
 >>> for batch in train.over(torch.ones(5, 3, 1)):
 ...     loss = train(batch)
 
-On an exception, call `run.discard()`. On engines whose forward communicates, a place of `Role.REPEATS` wants the last
-micro-batch run once more, and `run.backward(place, loss)`.
+On an exception, call `run.discard()`. On engines whose forward communicates, `rest` also gives places of
+`Role.REPEATS`: run the last micro-batch once more there, and call `run.backward(place, loss)` in place of `run.miss`.
 
 Smaller parts stand alone: arithmetic (`window_size`, `sizes`, `correction`), gradients (`normalise`, `clip`, `norm`,
 `all_finite`, `discard`), engines (`no_sync`, `sync_gradients`), the update (`update`), a whole loop (`sync_every`),
@@ -73,12 +75,13 @@ from gradsync.functional._update.gradients import all_finite, clip, discard, nor
 from gradsync.functional._update.optimizers import bare_optimizer, check_steppable, move, owned, zero
 from gradsync.functional._update.update import NonFinite, Update, refuse_nonfinite, step_optimizers, update
 from gradsync.functional._window.boundary import Boundary, Held, Transport
-from gradsync.functional._window.closing import Closing, factor_of_update
+from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.gradient_watch import GradientWatch
 from gradsync.functional._window.run import Run
 from gradsync.functional._window.share import Share
 from gradsync.functional._window.terms import (
     Steps,
+    Sync,
     Tail,
     Terms,
     Who,
@@ -105,6 +108,7 @@ __all__ = [
     "Run",
     "Share",
     "Steps",
+    "Sync",
     "Tail",
     "Team",
     "Terms",
@@ -120,7 +124,6 @@ __all__ = [
     "detach",
     "discard",
     "ends_with_data",
-    "factor_of_update",
     "find_loss",
     "fit",
     "is_scaling",

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
-from gradsync.functional import is_scaling
-from gradsync.overlap.provisional import communicates, inner
+from gradsync.functional import bare_optimizer, is_scaling
+from gradsync.overlap.provisional import communicates
 from gradsync.overlap.travel_hook import foreign_hook
 
 # By name, because importing torch.distributed.optim takes long. Other steps that communicate are found when they run.
@@ -78,7 +78,7 @@ def check_ddp(ddp: object) -> None:
 
 def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Raise if the step of one is known to communicate."""
-    for optimizer in map(inner, optimizers):
+    for optimizer in map(bare_optimizer, optimizers):
         if any(f"{kind.__module__}.{kind.__qualname__}" in _COMMUNICATES for kind in type(optimizer).__mro__):
             raise GradSyncError(communicates([optimizer]))
 

@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
-from gradsync.functional import Who, discard
-from gradsync.overlap.provisional import inner, owned_trainable, provisional_step
+from gradsync.functional import Who, bare_optimizer, discard
+from gradsync.overlap.provisional import owned_trainable, provisional_step
 from gradsync.overlap.saved import Saved
 from gradsync.overlap.travel import Flight
 from gradsync.overlap.watch import Watch
@@ -58,7 +58,7 @@ def depart(
     From here on, writes to the parameters are noticed, and `state_dict()` of the models, their modules and the
     optimizers calls `land` first. Set `spare` to what an earlier window has saved, to use that memory again.
     """
-    who = Who(models, [inner(optimizer) for optimizer in optimizers])
+    who = Who(models, [bare_optimizer(optimizer) for optimizer in optimizers])
     travelling = [parameter for flight in flights for parameter in flight.parameters]
     parameters = list({id(one): one for one in (*travelling, *owned_trainable(who.optimizers))}.values())
     all_used = all(parameter.grad is not None for parameter in travelling)

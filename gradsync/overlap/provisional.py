@@ -24,21 +24,13 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsync._errors import GradSyncError
-from gradsync.functional import all_finite, clip, discard, normalise
+from gradsync.functional import all_finite, bare_optimizer, clip, discard, normalise, owned
 from gradsync.overlap.saved import Saved
 
 
-def inner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside Accelerate's or Fabric's wrapper; it runs the hooks and has the state."""
-    while isinstance(inside := getattr(optimizer, "optimizer", None), torch_optimizer.Optimizer):
-        optimizer = inside
-    return optimizer
-
-
-def owned_trainable(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+def owned_trainable(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     """The trainable parameters of the optimizers, each once."""
-    every = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    return list({id(parameter): parameter for parameter in every if parameter.requires_grad}.values())
+    return [parameter for parameter in owned(optimizers) if parameter.requires_grad]
 
 
 def provisional_step(
@@ -57,7 +49,7 @@ def provisional_step(
     gradients weigh nothing, or if they are not finite and `nonfinite` is not "step". The memory of `spare` is used
     again. A step that sends anything to the ranks of `groups` is an error. If the step raises, it is undone.
     """
-    optimizers = [inner(optimizer) for optimizer in optimizers]
+    optimizers = [bare_optimizer(optimizer) for optimizer in optimizers]
     parameters = owned_trainable(optimizers)
     try:
         if factor is None or all(parameter.grad is None for parameter in parameters):

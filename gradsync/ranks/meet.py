@@ -118,7 +118,7 @@ def _insist_on_items(empty: Mapping[int, str]) -> None:
 
 
 def _left_empty(rank: int) -> str:
-    """The key under which a rank writes where it had no item and raised. Its next meeting empties it."""
+    """The key where a rank without an item writes at which topic it raised. Its next meeting empties it."""
     return f"gradsync/left empty/{rank}"
 
 

@@ -88,7 +88,7 @@ def outcome(report, **more):
     return {**numbers, "text": str(report), **more}
 
 
-# -- the known bugs, peers.md rows 3 to 7 --------------------------------------------------------------------------
+# -- the known bugs, the known bugs of other loops --------------------------------------------------------------------------
 
 
 @loop()

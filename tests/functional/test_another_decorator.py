@@ -24,7 +24,7 @@ def accumulate():
     examples = doctest.DocTestParser().get_examples(gradsync.functional.__doc__)
     lines = [one.source for one in examples if one.source.startswith(("from ", "def accumulate"))]
     assert len(lines) == 2, "the docstring has built another decorator otherwise"
-    assert sum(map(len, (one.splitlines() for one in lines))) <= 32, "about thirty lines"
+    assert sum(map(len, (one.splitlines() for one in lines))) <= 34, "about thirty lines"
     made: dict = {"torch": torch}
     exec("".join(lines), made)  # noqa: S102
     return made["accumulate"]

@@ -18,7 +18,7 @@ from tests.support.models import small_model
 from tests.support.reference import mean_loss, micro_batch, states, window_mean
 
 OF_ONE_RANK = {
-    "numbers in, numbers out": {"correction", "sizes", "window_size", "Steps", "NonFinite", "Tail", "ends_with_data"},
+    "numbers in, numbers out": {"correction", "sizes", "window_size", "Steps", "NonFinite", "Sync", "Tail", "ends_with_data"},
     "an iterable of this rank": {"length", "with_last"},
     "a loss of this rank": {"LossSum", "find_loss", "detach"},
     "objects of this rank, which must be called on each": {
@@ -27,7 +27,7 @@ OF_ONE_RANK = {
 }  # fmt: skip
 TRIED = {
     "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Role", "Team", "Window", "weigh", "Boundary", "Held", "InParts",
-    "factor_of_update", "Transport", "update", "Update", "step_optimizers", "normalise", "norm", "clip", "all_finite", "sync_gradients",
+    "Transport", "update", "Update", "step_optimizers", "normalise", "norm", "clip", "all_finite", "sync_gradients",
     "no_sync", "sync_every", "MicroStep", "fit", "Fitting", "rows_that_fit",
 }  # fmt: skip
 

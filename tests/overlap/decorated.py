@@ -1,4 +1,4 @@
-"""What runs on the ranks for test_decorated.py and test_windows.py: a decorated step under `overlap`."""
+"""What runs on the ranks for test_decorated.py, test_events.py, test_beside.py and test_programs.py: a decorated step under `overlap`."""
 
 from __future__ import annotations
 

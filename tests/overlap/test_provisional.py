@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradsync.overlap.provisional import inner, provisional_step
+from gradsync.functional import bare_optimizer
+from gradsync.overlap.provisional import provisional_step
 from gradsync.overlap.saved import Saved
 from tests.overlap.optimizers import SOME, Counting
 from tests.support.models import small_model
@@ -210,7 +211,7 @@ def test_wrapped_optimizers_step_inside():
         warnings.simplefilter("ignore")
         optimizer = torch.optim.AdamW(model.parameters())
         wrapped = accelerate.Accelerator(cpu=True).prepare(optimizer)
-    assert wrapped is not optimizer and inner(wrapped) is optimizer
+    assert wrapped is not optimizer and bare_optimizer(wrapped) is optimizer
     give(model.parameters(), 1)
     saved = provisional_step([wrapped], factor=1.0)
     assert len(optimizer.state) == 4

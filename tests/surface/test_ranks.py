@@ -57,6 +57,7 @@ def fails_on_some() -> None:
 
 def test_who_failed_first_is_read_last_and_stacks_tell_where(ranks):
     """A crash in a thread that runs Python is an error of the test."""
+    ranks(3).run(dist.get_rank)  # to start them takes longer than the limit
     with pytest.raises(RankError) as caught:
         ranks(3).run(fails_on_some, limit=1)
     hang, failed, crashed = str(caught.value).split("\nrank ")[1:]

@@ -69,7 +69,7 @@ def rows_that_fit(
 
 
 def _groups(engines: Sequence[Engine]) -> list[dist.ProcessGroup]:
-    """The groups in which, one after another, each rank of the model hears of all others; none where there is one."""
+    """The groups to meet in, one after another, so that each rank hears from all others. Empty on one rank."""
     if engines:
         # Those that run one forward together (tensor parallel) are of different groups of an engine.
         return [engines[0].group, *engines[0].twins]

@@ -9,7 +9,7 @@ from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import PLAIN
-from gradsync._state import OPEN
+from gradsync._state import ALL_RUNS
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.gradients import values_here
 from gradsync.functional._window.closing import Closing
@@ -29,7 +29,7 @@ def mark(parameters: Iterable[nn.Parameter]) -> None:
 def insist_on_none_left(team: Team) -> list[torch.Tensor]:
     """Raise where a window begins with gradients of an update, or of a loop that was left.
 
-    Returns of each other gradient whether it has a value that is not zero.
+    Returns, for each gradient, whether any of its values is not zero.
     """
     gradients = [parameter.grad for parameter in team.parameters if parameter.grad is not None]
     there = [values_here(gradient).any() for gradient in gradients]
@@ -81,7 +81,7 @@ def check_step(
         )
     others = [one for one in stepped if id(one) not in team.ids and one.grad is not None]
     if others:  # a loop zipped with this one has parameters too; it is not asked where there is no need
-        known = team.ids.union(*(other.team.ids for other in OPEN))
+        known = team.ids.union(*(other.window.team.ids for other in ALL_RUNS if other.window is not None))
         others = [one for one in others if id(one) not in known]
     if others and (team.num_ranks > 1 or closing.factor not in {None, 1.0}):
         raise GradSyncError(

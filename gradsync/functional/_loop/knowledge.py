@@ -12,10 +12,10 @@ from gradsync._errors import GradSyncError
 from gradsync.functional._loop.counted_items import CountedItems
 from gradsync.functional._team.team import Team
 from gradsync.functional._window.run import Run
-from gradsync.functional._window.share import NOBODY, Share, shares_in
+from gradsync.functional._window.share import NOBODY, Share, insist_on_one_size, shares_in
 from gradsync.functional._window.terms import ends_with_data
 from gradsync.ranks.lost import WaitingFor
-from gradsync.ranks.meet import ONE_FORWARD, agreed, ranks_where
+from gradsync.ranks.meet import ONE_FORWARD, ranks_where
 from gradsync.ranks.tables import Sent, device_of
 
 
@@ -29,7 +29,7 @@ class LoopKnowledge:
         self.runs = runs
         self.called: list[Run] = []  # in the order of their first call; the first one's team is that of the tables
         self.lengths: Sequence[int | None] = [data.length]  # of all ranks' data, once they have met
-        # What the ranks said as they met, or at the last boundary. A plan has used up how many items are left.
+        # What the ranks said as they met, or at the last boundary. A plan makes `left` unknown.
         self.shares: Sequence[Share] = ()
         self.driver: tuple[int, CodeType] | None = None  # the function call that draws the items
         # Where forwards communicate:
@@ -119,7 +119,7 @@ class LoopKnowledge:
                 "All ranks of a tensor-parallel group must come to the same micro-batches, but those of data-parallel "
                 f"rank {apart} do not: some have a micro-batch, or further ones, that others lack. {ONE_FORWARD}"
             )
-        agreed([(r, int(share.size)) for r, share in enumerate(shares) if share.size], "number of steps in a window")
+        insist_on_one_size(shares)
         self.check_same(shares)
         return shares
 

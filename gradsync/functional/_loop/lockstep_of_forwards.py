@@ -41,7 +41,7 @@ def plan_calls(loop: LoopKnowledge, run: Run, window: Window) -> None:
 def hear_of_call(loop: LoopKnowledge, run: Run, size: float) -> Sequence[Share]:
     """What ranks say of the call that begins now: whose it is, and who has more behind it.
 
-    `size` is that of its window, 0 on a rank that does not know whose window that is.
+    `size` is that of the call's window; a rank that does not know which window it is passes 0.
     """
     if loop.planned is not None and run.window is not None:
         return [Share(run_key=float(run.key), left=float(loop.planned - run.index - 1))]

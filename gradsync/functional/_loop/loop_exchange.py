@@ -23,6 +23,7 @@ class LoopExchange(Exchange):
 
     def __init__(self, run: Run, loop: LoopKnowledge) -> None:
         super().__init__(run.terms)
+        self.always_sends = True
         self._run = run
         self._loop = loop
         self._num_changes = run.num_changes  # at its first call in this loop

@@ -15,7 +15,7 @@ from gradsync.engines import is_engine
 class HiddenEngineWatch:
     """Context manager: inside, the forward of a wrapper that is not among the models, but has their parameters, raises.
 
-    It would synchronise beside the team's own engine, and where ranks differ, while others do something else.
+    It would synchronise a second time; where ranks differ, while other ranks do something else.
     """
 
     def __init__(self, name: str, models: Iterable[nn.Module], ids: Collection[int]) -> None:

@@ -64,8 +64,8 @@ def sync_gradients(*models: nn.Module) -> None:
 
     The engine's own averaging and the user's communication hook are used. Every rank calls it; one without gradients
     adds nothing. A parameter that no rank has a gradient for keeps None: a DDP that does not look for unused parameters
-    cannot tell which these are, so its ranks tell each other in a small table. For that reason it is no counterpart to
-    a backward that synchronises on another rank.
+    cannot tell which these are, so its ranks tell each other in a small table. So every rank calls it: a
+    backward that synchronises on another rank does not meet it.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> with gradsync.no_sync(model):

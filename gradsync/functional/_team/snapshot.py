@@ -26,7 +26,7 @@ _Parameters: TypeAlias = Mapping[str, nn.Parameter | None]
 _PARAMETERS, _CHILDREN = attrgetter("_parameters"), attrgetter("_modules")  # for `map`, which is faster than a loop
 
 
-# What an engine minds of a parameter: of one that is trained, and of a bystander's.
+# What matters to an engine: of a trained parameter, and of a bystander's parameter.
 _FORM = attrgetter("requires_grad", "dtype", "device", "shape")
 _FORM_BESIDE = attrgetter("dtype", "device", "shape")
 
@@ -153,7 +153,7 @@ def _parameters_of(every: Sequence[nn.Module], gathered: Gathered) -> list[_Para
 
 
 def _kind(module: nn.Module) -> type:
-    """The class of a module; of a lazy one that which it gets in its first forward."""
+    """The class of a module. For a lazy module, the class that its first forward gives it."""
     kind: type = getattr(module, "cls_to_become", None) or type(module)
     return kind
 

@@ -188,8 +188,8 @@ _FLAG = attrgetter("requires_grad")  # for `map`, which is three times as fast a
 
 _CHANGED = (
     "The participants of {name} must stay the same within a window, but they changed in the middle of one: {what}. "
-    "Make such a change between windows, where progress.index is 0, and not in the body of a call or turn; or call "
-    "flush() or reset() first."
+    "Make such a change between windows, and not in the body of a call or of the loop. With accumulating, that is "
+    "where progress.index is 0, or after flush() or reset()."
 )
 
 

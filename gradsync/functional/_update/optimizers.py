@@ -1,4 +1,4 @@
-"""Optimizers and schedulers, torch's and others': what they step, and how one of them is stepped, moved, cleared."""
+"""Optimizers and schedulers, torch's and others': what they step; how they are stepped, moved and cleared."""
 
 from __future__ import annotations
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync._errors import GradSyncError
+from gradsync._state import ALL_RUNS, STEPPING
 from gradsync.functional._update.contexts import named_range
 from gradsync.functional._update.grad_scaler import found_inf, is_scaling, unscale
 from gradsync.functional._update.gradients import Spread, all_finite, clip, normalise
@@ -70,12 +73,26 @@ def step_optimizers(
     """The first half of `update`, up to the optimizers' step. The gradients are kept."""
     with named_range("gradsync.update"):
         parameters = owned(optimizers)
+        if get_ident() not in STEPPING:  # else the decorator steps, perhaps for an earlier window
+            _insist_on_synchronised(parameters)
         if is_scaling(scaler):
             unscale(scaler, optimizers, parameters, spread)
         normalise(parameters, factor)
         grad_norm = None if clip_norm is None else clip(parameters, clip_norm, spread=spread)
         finite = nonfinite == "step" or all_finite(parameters, spread=spread)
         return Update(_step(optimizers, scaler, finite=finite), grad_norm)
+
+
+def _insist_on_synchronised(parameters: Sequence[nn.Parameter]) -> None:
+    ids = {id(parameter) for parameter in parameters}
+    for run in list(ALL_RUNS):
+        window = run.window
+        if window is not None and not window.has_synchronised and not window.team.ids.isdisjoint(ids):
+            raise GradSyncError(
+                f"An update needs gradients that are synchronised, but the open window of {run.name} holds them on "
+                "this rank, until its last micro-batch. Make the update behind that: where backward, miss or flush has "
+                "returned a Closing."
+            )
 
 
 def refuse_nonfinite(made: Update, nonfinite: NonFinite) -> None:

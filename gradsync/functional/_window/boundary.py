@@ -1,7 +1,7 @@
 """The two kinds of places: `Boundary`, the last of a window, where all engines synchronise; `Held`, where mostly none.
 
 Both are context managers around the backward, which arms the engines of their `order`. An error of a type in `skip`
-goes no further. Afterwards `closing` has what came to the window; in a held place it is None. `Transport` is how the
+is not let through. Afterwards `closing` has what came to the window; in a held place it is None. `Transport` is how the
 gradients travel to the other ranks.
 """
 
@@ -116,7 +116,7 @@ class Boundary:
                     raise
                 return False
             self._transport.carried(self._window)
-            self.closing = self._close()
+            self._end(self._close())
             return False
 
     def _drops(self, error: BaseException) -> bool:
@@ -129,8 +129,12 @@ class Boundary:
             clarify(error)
         if closing is None or not (self._terms.skips(error) and self._window.fail()):
             return False
-        self.closing = closing
+        self._end(closing)
         return True
+
+    def _end(self, closing: Closing) -> None:
+        self.closing = closing
+        self._window.has_synchronised, self._window.is_void = True, closing.factor is None
 
     def _close_failed(self) -> Closing | None:
         """After a backward that failed: take part in the collectives that the other ranks run after theirs."""
@@ -144,8 +148,10 @@ class Boundary:
         window, team = self._window, self._window.team
         shares = self._hear()
         # One rank sends no table: in a loop, or with counts, its own share says all that the table would.
-        told = self._sent is not None or self._exchange.has_an_end or window.kind == SUMS
+        told = self._sent is not None or self._exchange.always_sends or window.kind == SUMS
         closing = Closing(tuple(shares), team.rank, factor_of(shares), told, window.losses, window.count)
+        if self._terms.tail == "drop" and not closing.filled:
+            closing = closing.without_factor()
         if self._buffers is not None:
             self._buffers.share()
         if not self._terms.skip or team.num_ranks == 1:

@@ -10,8 +10,8 @@ import torch
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import IN_WORDS, PLAIN, SUMS, Count
-from gradsync.functional._window.share import NOBODY, Share, sum_of_losses
-from gradsync.functional._window.terms import Tail, correction
+from gradsync.functional._window.share import NOBODY, Share, insist_on_one_size, sum_of_losses
+from gradsync.functional._window.terms import correction
 from gradsync.ranks.meet import agreed, ranks_where
 from gradsync.ranks.tables import Sent
 
@@ -20,7 +20,8 @@ class Closing(NamedTuple):
     """What came to a window that closes: the shares by rank, and the factor for the gradients.
 
     Multiplied by `factor`, the engines' average over the ranks is the mean over all micro-batches (or counts). `factor`
-    is None if there is nothing to average; then make no update. `rank` is this rank's own place in `shares`.
+    is None if there is nothing to average, or if it is a tail that is dropped; then make no update. `rank` is this
+    rank's own place in `shares`.
     """
 
     shares: tuple[Share, ...]
@@ -37,7 +38,7 @@ class Closing(NamedTuple):
         return self.failures is not None and any(row[0] for row in self.failures.rows())
 
     def without_factor(self) -> Closing:
-        """The same, with nothing to average: a rank failed after the table."""
+        """The same, without an update."""
         return self._replace(factor=None)
 
     @property
@@ -58,8 +59,8 @@ class Closing(NamedTuple):
 
     @property
     def own_mean_loss(self) -> torch.Tensor | None:
-        """This rank's mean loss, on its device; None if it had no loss."""
-        if not self.own_losses:
+        """This rank's mean loss, on its device; None if it had no loss, or if its counts add up to zero."""
+        if not self.own_losses or (isinstance(self.own_divisor, float) and not self.own_divisor):
             return None
         total = sum_of_losses(self.own_losses)
         assert isinstance(total, torch.Tensor), "there are losses"
@@ -131,7 +132,7 @@ _REPLACED = (
 
 def _insist_on_alike(shares: Sequence[Share]) -> None:
     """Raise if the ranks differ in the window's size or number, in replacements, in scale or in the kind of loss."""
-    agreed([(r, int(share.size)) for r, share in enumerate(shares) if share.size], "number of steps in a window")
+    insist_on_one_size(shares)
     numbers = [(rank, int(share.number)) for rank, share in enumerate(shares) if share.number != NOBODY]
     agreed(numbers, "number of closed windows", _MISSED)
     changes = [(rank, int(share.changes)) for rank, share in enumerate(shares) if share.changes != NOBODY]
@@ -151,8 +152,3 @@ def _insist_on_counts(shares: Sequence[Share]) -> None:
             f"{odd} in this window is negative, infinite or NaN. Count what the loss is a sum over: tokens, pixels, "
             "rows."
         )
-
-
-def factor_of_update(tail: Tail, closing: Closing) -> float | None:
-    """The factor for the gradients; None if there is nothing to average, or it is a tail that is dropped."""
-    return closing.factor if tail != "drop" or closing.filled else None

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from gradsync._errors import GradSyncError
 from gradsync._loss import IN_WORDS, PLAIN, SUMS
 from gradsync.functional._team.team import Team
-from gradsync.functional._window.share import Share, shares_in
+from gradsync.functional._window.share import Share, insist_on_one_size, shares_in
 from gradsync.functional._window.terms import Terms
 from gradsync.functional._window.window import Window
 from gradsync.ranks.lost import WaitingFor
@@ -29,7 +29,7 @@ class Exchange:
 
     def __init__(self, terms: Terms) -> None:
         self._terms = terms
-        self._always = bool(terms.skip) or callable(terms.steps)  # whether a table is sent for each window
+        self.always_sends = bool(terms.skip) or callable(terms.steps)  # whether each window has a table
 
     def begin(self) -> None:
         """Called when a call begins, before it opens a window."""
@@ -49,10 +49,10 @@ class Exchange:
     def send(self, window: Window) -> Sent | None:
         """Send this rank's share, without waiting; None where no table is needed.
 
-        Raises if this rank ran fewer backwards than the window has places: the other ranks count on all of them.
+        Raises if this rank ran another number of backwards than the window's size, on which the other ranks count.
         """
         self.agree(window)
-        if self._always or window.kind == SUMS or window.num_own < window.size:
+        if self.always_sends or window.kind == SUMS:
             return window.team.tables.send(Share.of_window(window).row())
         if window.kind != PLAIN and window.num_micro_batches != window.size:
             raise GradSyncError(
@@ -73,7 +73,7 @@ class Exchange:
     def agree(self, window: Window) -> None:
         """Before a team's first synchronisation, and when its kind of loss changes: compare what could hang ranks."""
         team = window.team
-        if team.kind is not None and (self._always or window.kind == team.kind):
+        if team.kind is not None and (self.always_sends or window.kind == team.kind):
             return
         words = self._terms.in_words(window.number)
         scaler = "none" if window.scale is None else f"one of scale {float(window.scale.value)}"  # waits, once
@@ -104,7 +104,7 @@ def compare_sizes(window: Window) -> None:
         return
     with WaitingFor(lambda: f"comparing the steps of window {window.number} of {window.team.name}"):
         rows = sizes.rows()
-    agreed([(rank, int(row[0])) for rank, row in enumerate(rows)], "number of steps in a window")
+    insist_on_one_size([Share(size=row[0]) for row in rows])
 
 
 def alike(window: Window) -> list[Share]:

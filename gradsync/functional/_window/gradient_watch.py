@@ -17,8 +17,8 @@ _GRADIENT = attrgetter("grad")
 class GradientWatch:
     """Compares the gradients of a window with what its last micro-batch has left.
 
-    A backward may reach a single layer, so each gradient is looked at, for 0.2 us each. Those that engines keep
-    inside are counted before a window's first micro-batch only.
+    A backward may reach a single layer, so each gradient is looked at (0.2 us each). Gradients inside
+    engines are only counted, and only before a window's first micro-batch.
     """
 
     __slots__ = ("_left", "_watched", "team")

@@ -9,8 +9,9 @@ import torch
 from torch.amp import GradScaler
 from torch.autograd import profiler
 
+from gradsync._errors import GradSyncError
 from gradsync._loss import LossSum, check_loss, no_gradient
-from gradsync._state import OPEN
+from gradsync._state import ALL_RUNS
 from gradsync.functional._team.backward import HELD, Order, RunBackward, backward
 from gradsync.functional._team.hold import weightless
 from gradsync.functional._team.team import Team
@@ -52,6 +53,7 @@ class Run:
         self.transport = Transport()
         self._alone = Exchange(terms)  # outside of loops
         self._exchange = self._alone  # of the current place
+        ALL_RUNS.add(self)
 
     @property
     def open_window(self) -> Window:
@@ -163,20 +165,24 @@ class Run:
         return self._passage(window, place, self._order(window, place))
 
     def miss(self, place: Place) -> Closing | None:
-        """Run nothing in this place. In the last place, what is held synchronises without a backward."""
-        window = self.open_window
-        order = self._order(window, place)
-        # The first synchronisation of a static graph must run in a backward: this rank's next one does it.
-        owes = not place.last and any(engine.owes_first for engine in order.armed)
-        passage = self._passage(window, place, HELD if owes else order.without_backward())
-        with passage:
-            pass
-        return passage.closing
+        """Run nothing in a place of `Role.MISSES`. In the last place, what is held synchronises without a backward."""
+        if place.role is not Role.MISSES:
+            raise GradSyncError(
+                f"Only a place of Role.MISSES can be missed, but this one of {self.name} is of {place.role}, and the "
+                "other ranks count on it. Run a micro-batch in it (in Role.REPEATS the last one, once more), and call "
+                "backward(place, loss)."
+            )
+        return self._without_backward(place)
 
     def drop(self, place: Place) -> Closing | None:
         """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean."""
+        if not self._exchange.always_sends:
+            raise GradSyncError(
+                f"To drop a micro-batch, {self.name} needs a table in each window, from which the other ranks hear of "
+                "it, but there is none. Say so beforehand, Terms(..., skip=(...)), or make the calls in a Loop."
+            )
         self.open_window.drop()
-        return self.miss(place)
+        return self._without_backward(place)
 
     # -- a window ---------------------------------------------------------------------------------------------------
 
@@ -198,11 +204,12 @@ class Run:
         self.transport.check(team)
         size = window_size(self.terms.steps, self.number)
         self.window = Window(team, self.number, size, self.terms.keeps_losses)
-        OPEN.add(self)
         return self.window
 
     def close(self) -> None:
-        """Close the window, after it has synchronised."""
+        """Close the window, after it has synchronised. If it has nothing to average, its gradients are discarded."""
+        if self.open_window.is_void:
+            self.discard()
         self.abandon()
         self.number += 1
 
@@ -216,7 +223,6 @@ class Run:
         """Forget the open window. Its gradients stay."""
         self._num_dropped = self.num_dropped
         self.window = None
-        OPEN.discard(self)
 
     def leave_loop(self) -> None:
         """The loop that it was called in is over: let go of it."""
@@ -261,6 +267,16 @@ class Run:
         window = self.open(self.fitting_team())
         self._exchange.plan(window)
         return window
+
+    def _without_backward(self, place: Place) -> Closing | None:
+        window = self.open_window
+        order = self._order(window, place)
+        # The first synchronisation of a static graph must run in a backward: this rank's next one does it.
+        owes = not place.last and any(engine.owes_first for engine in order.armed)
+        passage = self._passage(window, place, HELD if owes else order.without_backward())
+        with passage:
+            pass
+        return passage.closing
 
     def _passage(self, window: Window, place: Place, order: Order) -> Passage:
         if place.last:

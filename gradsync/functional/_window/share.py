@@ -10,6 +10,7 @@ import torch
 
 from gradsync._loss import NO_LOSS, widest
 from gradsync.functional._window.window import Window
+from gradsync.ranks.meet import agreed
 from gradsync.ranks.tables import Sent
 
 NOBODY = -1.0  # in place of a key or a number: there is none
@@ -22,7 +23,7 @@ ASKS = -1.0  # this rank does not know which window closes, and asks
 class Share(NamedTuple):
     """What one rank brings to one window: numbers only, sent as a row of a table.
 
-    Loops use the same row as a question before a micro-batch, and as the greeting at their first call.
+    Loops use the same row as a question before a micro-batch, and among the words at their first call.
     """
 
     num_micro_batches: float = 0.0  # that count in the mean
@@ -79,6 +80,11 @@ class Share(NamedTuple):
 def shares_in(sent: Sent) -> list[Share]:
     """The shares of all ranks, in a table that was sent. Waits for it."""
     return [Share.of_row(row) for row in sent.rows()]
+
+
+def insist_on_one_size(shares: Sequence[Share]) -> None:
+    """Raise on every rank if the ranks planned windows of different sizes."""
+    agreed([(rank, int(share.size)) for rank, share in enumerate(shares) if share.size], "number of steps in a window")
 
 
 def sum_of_losses(loss: float | torch.Tensor | Sequence[torch.Tensor]) -> float | torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -73,6 +73,9 @@ def _check_size(size: object, what: str) -> None:
         raise ValueError(f"{what} must be at least 1, the micro-batches in a window, but it is {size}.")
 
 
+Sync: TypeAlias = Literal["window", "each", "shard"]
+"""When engines synchronise: at the boundary; in each micro-batch; HSDP in each within its shards."""
+
 Tail: TypeAlias = Literal["step", "drop", "carry"]
 """What becomes of a tail: an update with its exact mean; nothing; or it stays open for the next data."""
 
@@ -82,25 +85,31 @@ def ends_with_data(tail: Tail) -> bool:
     return tail != "carry"
 
 
+_Repeats: TypeAlias = Literal["forwards", "always"]
+
+
 @dataclass(frozen=True)
 class Terms:
     """The settings of all windows of a run, the same on all ranks.
 
     `words` has other settings, which the ranks only compare. `skip` has the exception types that drop a micro-batch.
     `repeats` says when a rank whose data has ended must have a micro-batch to repeat: where "forwards" communicate,
-    or "always". Without `keeps_losses` a closing's mean loss is NaN.
+    or "always". Without `keeps_losses` a closing has no mean loss: NaN or None.
     """
 
     steps: Steps
     tail: Tail = "step"
-    repeats: Literal["forwards", "always"] = "forwards"
-    sync: str = "window"
+    repeats: _Repeats = "forwards"
+    sync: Sync = "window"
     skip: tuple[type[Exception], ...] = ()
     words: Mapping[str, Any] = field(default_factory=dict)
     keeps_losses: bool = True
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
+        for name, allowed in (("tail", Tail), ("sync", Sync), ("repeats", _Repeats)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {get_args(allowed)}, but it is {getattr(self, name)!r}.")
         for one in self.skip:
             if not (isinstance(one, type) and issubclass(one, Exception)):
                 of = "" if isinstance(one, type) else f", of type {type(one).__name__},"

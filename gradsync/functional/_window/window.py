@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import MEANS, NO_LOSS, PLAIN, SUMS, Count, LossSum
-from gradsync._state import OPEN, TRAVELLING
+from gradsync._state import ALL_RUNS, TRAVELLING
 from gradsync.engines import Engine
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.grad_scaler import Scale, is_scaling
@@ -63,6 +63,8 @@ class Window:
     losses: list[torch.Tensor] = field(default_factory=list)
     failed: bool = False  # whether a backward failed with an exception in `skip`
     scale: Scale | None = None
+    has_synchronised: bool = False  # then nothing is left but its update
+    is_void: bool = False  # whether that is none
     is_warned_of: bool = False  # whether the user knows that it was left open
 
     def __post_init__(self) -> None:
@@ -172,14 +174,12 @@ def _share_of_mean(window: Window, loss: torch.Tensor) -> torch.Tensor:
 
 def insist_on_one_window(name: str, ids: Collection[int], *, but: object) -> None:
     """Raise if one of these parameters is in the open window of a run, but for the run `but`, which opens one."""
-    for other in list(OPEN) if OPEN else ():
-        if other is not but and not other.team.ids.isdisjoint(ids):
-            is_iterator = other.terms.repeats == "always"
+    for other in list(ALL_RUNS):
+        if other is not but and other.window is not None and not other.window.team.ids.isdisjoint(ids):
             raise GradSyncError(
                 f"A parameter can be in one open window at a time, but {name} begins one with parameters that "
-                f"are in the open window of {other.name}. "
-                f"{'End that window' if is_iterator else f'Call {other.name}.flush() or .reset()'} first, or keep the "
-                "other model out of one of the optimizers."
+                f"are in the open window of {other.name}. Call {other.name}.flush() or .reset() first (a loop over "
+                "sync_every: end its window), or keep the other model out of one of the optimizers."
             )
 
 
