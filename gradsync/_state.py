@@ -2,7 +2,12 @@
 
 An engine cannot be kept on its module: copies and pickles of the module would carry it along. Nor can the function that
 made it keep it: the next function, or the next epoch's `sync_every`, would make another DDP. Two functions that share a
-parameter do not know of each other. What refers to an object of the user's is weak, and ends with it.
+parameter do not know of each other, nor do two loops of a thread, nor a hook of torch's of the function whose optimizer
+steps. The end of the program, and a warning that is given once, belong to the process. What refers to an object of the
+user's is weak, and ends with it.
+
+A few facts stand on objects of the user's themselves, in attributes that begin with `_gradsync_`: what is known of a
+DDP's reducer, how many hold a teacher's parameter, whether a gradient was left behind, a scheduler's updates.
 """
 
 from __future__ import annotations

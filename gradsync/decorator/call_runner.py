@@ -190,7 +190,7 @@ class CallRunner:
         if closing is None:
             self.body.remember()
             self.updater.go_on(self.run.index)
-        elif closing.is_window:
+        elif closing.had_calls:
             self.updater.close(closing)
             self.body.forget()
         else:  # no rank had a call

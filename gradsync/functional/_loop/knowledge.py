@@ -42,7 +42,7 @@ class LoopKnowledge:
         return sorted(dict.fromkeys((*self.runs(), *self.called)), key=lambda run: run.key)
 
     @property
-    def alone(self) -> Run | None:
+    def only_run(self) -> Run | None:
         """The run of the loop, if this rank knows of no other."""
         known = self.known
         return known[0] if len(known) == 1 else None
@@ -79,13 +79,13 @@ class LoopKnowledge:
         if not self.called or self.team.num_ranks == 1:
             return self.first_open == NOBODY
         some = any(share.left or share.open != NOBODY for share in self.shares)
-        return not some and self.alone is not None and self.alone.window is None
+        return not some and self.only_run is not None and self.only_run.window is None
 
     def foresees(self, run: Run) -> bool:
         """Whether each item has had one call, of this run. Then this rank knows as many calls ahead as items."""
         data = self.data
         once = data.has_ended or (data.calls_once(run) and not data.num_idle)
-        return once and self.alone is not None
+        return once and self.only_run is not None
 
     def with_data(self, run: Run, share: Share) -> Share:
         """The share, with what this rank says of its data."""

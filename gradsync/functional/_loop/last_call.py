@@ -16,5 +16,5 @@ def is_last_call(loop: LoopKnowledge, run: Run, window: Window) -> bool:
     else:
         # With several runs, this rank cannot know whose window closes next: its last call closes none, and after its
         # data it asks the others. If all have equally many items, each closes its own.
-        ends = not loop.data.left(run) and (loop.is_even or loop.alone is not None)
+        ends = not loop.data.left(run) and (loop.is_even or loop.only_run is not None)
     return ends and ends_with_data(run.terms.tail)

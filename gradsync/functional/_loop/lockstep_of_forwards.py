@@ -25,7 +25,7 @@ from gradsync.functional._window.window import Window
 def plan_calls(loop: LoopKnowledge, run: Run, window: Window) -> None:
     """A window opens: plan how many calls it has, where all ranks know that."""
     loop.planned = None
-    if not loop.is_in_lockstep or callable(run.terms.steps) or loop.alone is None:
+    if not loop.is_in_lockstep or callable(run.terms.steps) or loop.only_run is None:
         return
     shares, can_end = loop.shares, ends_with_data(run.terms.tail)
     lefts = [share.left for share in shares]

@@ -97,12 +97,12 @@ class Loop(LoopKnowledge):
 
     def _next_window(self) -> tuple[Run, Place] | None:
         """The next window that any rank closes. No forward communicates: only its last place matters here."""
-        alone = self.alone
+        only = self.only_run
         mine = Share(left=ASKS, open=self.first_open)
-        if alone is not None:
+        if only is not None:
             # To make a team is collective: after a change of models, the other ranks make it as they open their window.
-            alone.fitting_team()
-            mine = self.exchange(alone).share(alone.window)
+            only.fitting_team()
+            mine = self.exchange(only).share(only.window)
         sent = self.send(mine)
         run = self.run_to_close(shares_in(sent))
         if run is None:
@@ -113,14 +113,14 @@ class Loop(LoopKnowledge):
 
     def _next_call(self) -> tuple[Run, Place] | None:
         """The next call of any rank, where forwards communicate."""
-        alone, size = self.alone, 0
-        if alone is not None and any(share.left for share in self.shares):
-            size = self._place(alone, Role.MISSES).size  # opens a window if none is, and plans it, like the others
+        only, size = self.only_run, 0
+        if only is not None and any(share.left for share in self.shares):
+            size = self._place(only, Role.MISSES).size  # opens a window if none is, and plans it, like the others
         shares = hear_of_call(self, self.called[0], size)
         run = self.run_to_close(shares)
         if run is None:
-            if alone is not None and not alone.index:
-                alone.discard()  # what was opened for a window that did not come
+            if only is not None and not only.index:
+                only.discard()  # what was opened for a window that did not come
             return None
         if all(share.run_key == NOBODY for share in shares):  # nobody runs it: a window that was left open closes
             return self._last(run)

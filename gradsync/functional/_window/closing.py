@@ -47,7 +47,7 @@ class Closing(NamedTuple):
         return any(share.filled for share in self.shares)
 
     @property
-    def is_window(self) -> bool:
+    def had_calls(self) -> bool:
         """Whether any rank had a call at all."""
         return any(share.num_calls for share in self.shares)
 
