@@ -53,10 +53,19 @@ def an_update_with_held_gradients(update) -> str:
     return said
 
 
+def a_close_of_a_window_that_is_held() -> str:
+    model, optimizer, run = begun(F.Terms(2))
+    place = run.start(F.Who([model], [optimizer]))
+    with run.holding(place):
+        assert run.backward(place, mean_loss(model, micro_batch(rank_here(), 0))) is None
+    return refusal(run, run.close)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("case", "args", "words"),
     [
+        (a_close_of_a_window_that_is_held, (), "has had 1 of 2 micro-batches"),
         (a_place_that_is_not_missed, (F.Role.RUNS,), "Only a place of Role.MISSES can be missed"),
         (a_place_that_is_not_missed, (F.Role.REPEATS,), "the last one, once more"),
         (a_drop_that_no_table_tells_of, (), "needs a table in each window"),
