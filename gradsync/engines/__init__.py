@@ -1,6 +1,6 @@
 """The engines, with one protocol. They know nothing of counts or optimizers. README.md says what is in which file."""
 
-from gradsync.engines._attach import attach
+from gradsync.engines._attach_ddp_behind import attach
 from gradsync.engines._buckets import gradients_in, in_pairs
 from gradsync.engines._ddp_forward_shortcut import is_compiled
 from gradsync.engines._find import (

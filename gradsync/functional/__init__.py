@@ -72,11 +72,13 @@ from gradsync.functional._team.no_sync import no_sync, sync_gradients
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.grad_scaler import is_scaling
 from gradsync.functional._update.gradients import all_finite, clip, discard, norm, normalise
-from gradsync.functional._update.optimizers import bare_optimizer, check_steppable, move, owned, zero
+from gradsync.functional._update.optimizers import bare_optimizer, owned, zero
+from gradsync.functional._update.schedulers import check_steppable, move
 from gradsync.functional._update.update import NonFinite, Update, refuse_nonfinite, step_optimizers, update
 from gradsync.functional._window.boundary import Boundary, Held, Transport
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.gradient_watch import GradientWatch
+from gradsync.functional._window.place import Place, Role
 from gradsync.functional._window.run import Run
 from gradsync.functional._window.share import Share
 from gradsync.functional._window.terms import (
@@ -90,7 +92,7 @@ from gradsync.functional._window.terms import (
     sizes,
     window_size,
 )
-from gradsync.functional._window.window import Place, Role, Window, weigh
+from gradsync.functional._window.window import Window, weigh
 
 __all__ = [
     "Boundary",

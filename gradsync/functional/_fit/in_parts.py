@@ -17,8 +17,9 @@ from gradsync.engines import find
 from gradsync.functional._team.team import Team
 from gradsync.functional._window.boundary import Passage
 from gradsync.functional._window.closing import Closing
+from gradsync.functional._window.place import Place, Role
 from gradsync.functional._window.run import Run
-from gradsync.functional._window.window import Place, Role, weigh
+from gradsync.functional._window.window import weigh
 from gradsync.parts import Backward, Cut, Fit, is_out_of_memory, run_in_parts
 from gradsync.ranks.lost import is_lost
 

@@ -19,15 +19,20 @@ from gradsync._frames import drawn_by, is_left_on_purpose
 from gradsync._loss import PLAIN
 from gradsync._step_hook import watch_steps
 from gradsync.functional._iterator.plain_backward import Arrivals, InUsersBackward, PlainBackward
-from gradsync.functional._iterator.users_gradients import check_step, insist_on_none_inside, insist_on_none_left, mark
+from gradsync.functional._iterator.users_steps_and_gradients import (
+    check_step,
+    insist_on_none_inside,
+    insist_on_none_left,
+    mark,
+)
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.contexts import NO_RANGE
 from gradsync.functional._update.gradients import normalise
 from gradsync.functional._update.optimizers import owned
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.gradient_watch import GradientWatch
+from gradsync.functional._window.place import RUNS, Place
 from gradsync.functional._window.run import Run
-from gradsync.functional._window.window import RUNS, Place
 from gradsync.ranks.lost import waited
 
 # How far a turn is. Plain strings, because each micro-step looks at them.

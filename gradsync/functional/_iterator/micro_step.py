@@ -8,7 +8,7 @@ from gradsync._loss import LossSum
 from gradsync.functional._iterator.body_watch import BodyWatch
 from gradsync.functional._team.backward import RunBackward
 from gradsync.functional._window.closing import Closing
-from gradsync.functional._window.window import Place, Role
+from gradsync.functional._window.place import Place, Role
 
 
 class MicroStep:

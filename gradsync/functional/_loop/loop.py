@@ -14,10 +14,10 @@ from gradsync.functional._loop.first_call import beside, meet_without_call, one_
 from gradsync.functional._loop.knowledge import LoopKnowledge
 from gradsync.functional._loop.lockstep_of_forwards import hear_of_call
 from gradsync.functional._loop.loop_exchange import LoopExchange
+from gradsync.functional._window.place import Place, Role
 from gradsync.functional._window.run import Run
 from gradsync.functional._window.share import ASKS, NOBODY, Share, shares_in
 from gradsync.functional._window.terms import ends_with_data
-from gradsync.functional._window.window import Place, Role
 from gradsync.ranks.lost import WaitingFor
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from gradsync._errors import GradSyncError
 from gradsync.engines import attach, find, is_compiled, ungather
 from gradsync.functional._team.hidden_engine import HiddenEngineWatch
 from gradsync.functional._team.hold import Bystanders, Hold
-from gradsync.functional._team.snapshot import Snapshot
+from gradsync.functional._team.model_changes import ModelsAsTheyWere
 from gradsync.functional._update.contexts import both
 from gradsync.functional._update.gradients import discard, is_there
 from gradsync.functional._update.optimizers import owned
@@ -68,7 +68,7 @@ class Team:
             engines = attach(trained, mine, lambda *those: _agree(name, *those))
         held = [p for m in watching for p in m.parameters() if id(p) not in theirs]
         self._set_engines(engines, Bystanders(held, [one for one in find(watching) if one not in engines]), sync)
-        self._snapshot = Snapshot(models, optimizers, self.ids, emptied=self._emptied())
+        self._models_then = ModelsAsTheyWere(models, optimizers, self.ids, emptied=self._emptied())
         self.unowned = [p for p in self.parameters if id(p) not in ids] if optimizers else []
         self._flags = [*map(_FLAG, self.parameters)]
         self.has_sync_batchnorm = any(isinstance(m, nn.SyncBatchNorm) for model in models for m in model.modules())
@@ -119,7 +119,7 @@ class Team:
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], gathered: Mapping[Any, nn.Parameter]
     ) -> str | None:
         """What is no longer as it was, in words; None if it is nothing that an engine minds."""
-        what = self._snapshot.change(models, optimizers, self._emptied, gathered)
+        what = self._models_then.change(models, optimizers, self._emptied, gathered)
         if what is None:
             for engine in self.engines:  # asked twice a window, where a generator would cost more
                 if not engine.is_wired():

@@ -17,7 +17,8 @@ from gradsync._state import ALL_RUNS, STEPPING
 from gradsync.functional._update.contexts import named_range
 from gradsync.functional._update.grad_scaler import found_inf, is_scaling, unscale
 from gradsync.functional._update.gradients import Spread, all_finite, clip, normalise
-from gradsync.functional._update.optimizers import move, owned, step_one, zero
+from gradsync.functional._update.optimizers import owned, step_one, zero
+from gradsync.functional._update.schedulers import move
 
 NonFinite = Literal["step", "skip", "raise"]
 

@@ -149,9 +149,8 @@ class Boundary:
         shares = self._hear()
         # One rank sends no table: in a loop, or with counts, its own share says all that the table would.
         told = self._sent is not None or self._exchange.always_sends or window.kind == SUMS
-        closing = Closing(tuple(shares), team.rank, factor_of(shares), told, window.losses, window.count)
-        if self._terms.tail == "drop" and not closing.filled:
-            closing = closing.without_factor()
+        factor = factor_of(shares, self._terms.tail)
+        closing = Closing(tuple(shares), team.rank, factor, told, window.losses, window.count)
         if self._buffers is not None:
             self._buffers.share()
         if not self._terms.skip or team.num_ranks == 1:

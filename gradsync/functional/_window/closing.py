@@ -11,7 +11,7 @@ import torch
 from gradsync._errors import GradSyncError
 from gradsync._loss import IN_WORDS, PLAIN, SUMS, Count
 from gradsync.functional._window.share import NOBODY, Share, insist_on_one_size, sum_of_losses
-from gradsync.functional._window.terms import correction
+from gradsync.functional._window.terms import Tail, correction
 from gradsync.ranks.meet import agreed, ranks_where
 from gradsync.ranks.tables import Sent
 
@@ -95,8 +95,8 @@ class Closing(NamedTuple):
         return sum(float(sum_of_losses(share.loss)) for share in self.shares) / over if over else None
 
 
-def factor_of(shares: Sequence[Share]) -> float | None:
-    """The factor for the engines' average; None if there is nothing to average.
+def factor_of(shares: Sequence[Share], tail: Tail) -> float | None:
+    """The factor for the engines' average; None if there is nothing to average, or if it is a tail that is dropped.
 
     Raises on every rank if the shares, of all ranks, do not fit together.
     """
@@ -108,7 +108,7 @@ def factor_of(shares: Sequence[Share]) -> float | None:
     kind = came[0].kind
     if kind == SUMS:
         _insist_on_counts(shares)
-    if any(share.failed for share in shares):
+    if any(share.failed for share in shares) or (tail == "drop" and not any(share.filled for share in shares)):
         return None
     if kind == PLAIN:
         return 1.0

@@ -20,9 +20,10 @@ from gradsync.functional._update.optimizers import owned
 from gradsync.functional._window.boundary import Boundary, Held, Passage, Transport
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.exchange import Exchange, Exchanges, compare_sizes, meet_at_flush
+from gradsync.functional._window.place import RUNS, Place, Role
 from gradsync.functional._window.share import Share
 from gradsync.functional._window.terms import Terms, Who, window_size
-from gradsync.functional._window.window import RUNS, Place, Role, Window, insist_on_one_window, settle_travelling, weigh
+from gradsync.functional._window.window import Window, insist_on_one_window, settle_travelling, weigh
 
 
 class Run:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.amp import GradScaler
@@ -17,27 +16,6 @@ from gradsync.engines import Engine
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.grad_scaler import Scale, is_scaling
 from gradsync.ranks.tables import Sent
-
-
-class Role(Enum):
-    """What a rank does in a place of a window."""
-
-    RUNS = "runs"  # a micro-batch of its own
-    REPEATS = "repeats"  # its last micro-batch, without weight, because the other ranks wait in its forward
-    MISSES = "misses"  # nothing, but for the synchronisation
-
-
-RUNS = Role.RUNS  # asked in each call, where the attribute of an enum would cost more than the answer
-
-
-class Place(NamedTuple):
-    """The place of a micro-batch in a window. `size` is the planned number of micro-batches; a tail ends sooner."""
-
-    window: int
-    index: int  # type: ignore[assignment] # pyright: ignore[reportIncompatibleMethodOverride] # not the method of a tuple
-    size: int
-    last: bool
-    role: Role = RUNS
 
 
 @dataclass(slots=True, eq=False)

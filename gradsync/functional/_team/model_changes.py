@@ -1,4 +1,4 @@
-"""`Snapshot`: the parameters and wrappers of models and optimizers at one moment, to compare with another."""
+"""`ModelsAsTheyWere`: the parameters and wrappers of models and optimizers at one moment, to compare with another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FORM = attrgetter("requires_grad", "dtype", "device", "shape")
 _FORM_BESIDE = attrgetter("dtype", "device", "shape")
 
 
-class Snapshot:
+class ModelsAsTheyWere:
     """The models and optimizers of a step at one moment, to be compared with another.
 
     It refers to parameters, not to modules, and so does not keep a model alive.
@@ -92,7 +92,7 @@ class Snapshot:
         """What has changed since then, in words; None if nothing that matters to an engine."""
         if self._is_still(models, optimizers, gathered):
             return None
-        return self._difference(Snapshot(models, optimizers, self._ids, gathered, emptied=emptied())) or None
+        return self._difference(ModelsAsTheyWere(models, optimizers, self._ids, gathered, emptied=emptied())) or None
 
     def _is_still(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], gathered: Gathered) -> bool:
         """Whether nothing at all has changed (quick)."""
@@ -106,7 +106,7 @@ class Snapshot:
             return False
         return not self._has_lazy and [*map(_FORM, self._trained), *map(_FORM_BESIDE, self._beside)] == self._forms
 
-    def _difference(self, other: Snapshot) -> str:
+    def _difference(self, other: ModelsAsTheyWere) -> str:
         """What an engine minds of the difference, in words; empty if nothing."""
         mine, theirs = self._by_id(), other._by_id()
         both = [key for key in mine.keys() & theirs.keys() if not _is_alike(mine[key], theirs[key])]

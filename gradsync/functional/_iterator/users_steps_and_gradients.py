@@ -13,8 +13,8 @@ from gradsync._state import ALL_RUNS
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.gradients import values_here
 from gradsync.functional._window.closing import Closing
+from gradsync.functional._window.place import Place
 from gradsync.functional._window.run import Run
-from gradsync.functional._window.window import Place
 
 _LEFT = "_gradsync_left"  # of a gradient that a window left behind, or an update used: its version then
 
