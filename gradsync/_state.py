@@ -32,8 +32,8 @@ their layouts."""
 TRAVELLING: weakref.WeakSet[Any] = weakref.WeakSet()
 """The windows whose gradients travel (`overlap`). Before another window uses their parameters, they `settle`."""
 
-ALL_RUNS: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The runs of all functions and loops. A parameter can be in the open window of one of them only."""
+ALL_RUNS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The runs of all functions and loops, by id. A parameter can be in the open window of one of them only."""
 
 LOOPS: weakref.WeakSet[Any] = weakref.WeakSet()
 """The loops that are under way, of all functions: in one at a time, ranks may have different numbers of items."""
@@ -61,3 +61,9 @@ STEP_HOOK: list[Any] = []
 
 STEP_WATCHERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Whom that hook asks, by id."""
+
+
+def open_runs() -> list[Any]:
+    """The runs that have an open window."""
+    runs = [ref() for ref in ALL_RUNS.valuerefs()]  # a list at once: other threads may begin runs
+    return [run for run in runs if run is not None and run.window is not None]

@@ -9,7 +9,7 @@ from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import PLAIN
-from gradsync._state import ALL_RUNS
+from gradsync._state import open_runs
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.gradients import values_here
 from gradsync.functional._window.closing import Closing
@@ -81,7 +81,7 @@ def check_step(
         )
     others = [one for one in stepped if id(one) not in team.ids and one.grad is not None]
     if others:  # a loop zipped with this one has parameters too; it is not asked where there is no need
-        known = team.ids.union(*(other.window.team.ids for other in ALL_RUNS if other.window is not None))
+        known = team.ids.union(*(other.window.team.ids for other in open_runs()))
         others = [one for one in others if id(one) not in known]
     if others and (team.num_ranks > 1 or closing.factor not in {None, 1.0}):
         raise GradSyncError(

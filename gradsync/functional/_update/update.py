@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync._errors import GradSyncError
-from gradsync._state import ALL_RUNS, STEPPING
+from gradsync._state import STEPPING, open_runs
 from gradsync.functional._update.contexts import named_range
 from gradsync.functional._update.grad_scaler import found_inf, is_scaling, unscale
 from gradsync.functional._update.gradients import Spread, all_finite, clip, normalise
@@ -86,9 +86,9 @@ def step_optimizers(
 
 def _insist_on_synchronised(parameters: Sequence[nn.Parameter]) -> None:
     ids = {id(parameter) for parameter in parameters}
-    for run in list(ALL_RUNS):
+    for run in open_runs():
         window = run.window
-        if window is not None and not window.has_synchronised and not window.team.ids.isdisjoint(ids):
+        if not window.has_synchronised and not window.team.ids.isdisjoint(ids):
             raise GradSyncError(
                 f"An update needs gradients that are synchronised, but the open window of {run.name} holds them on "
                 "this rank, until its last micro-batch. Make the update behind that: where backward, miss or flush has "

@@ -54,7 +54,7 @@ class Run:
         self.transport = Transport()
         self._alone = Exchange(terms)  # outside of loops
         self._exchange = self._alone  # of the current place
-        ALL_RUNS.add(self)
+        ALL_RUNS[id(self)] = self
 
     @property
     def open_window(self) -> Window:

@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import MEANS, NO_LOSS, PLAIN, SUMS, Count, LossSum
-from gradsync._state import ALL_RUNS, TRAVELLING
+from gradsync._state import TRAVELLING, open_runs
 from gradsync.engines import Engine
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.grad_scaler import Scale, is_scaling
@@ -152,8 +152,8 @@ def _share_of_mean(window: Window, loss: torch.Tensor) -> torch.Tensor:
 
 def insist_on_one_window(name: str, ids: Collection[int], *, but: object) -> None:
     """Raise if one of these parameters is in the open window of a run, but for the run `but`, which opens one."""
-    for other in list(ALL_RUNS):
-        if other is not but and other.window is not None and not other.window.team.ids.isdisjoint(ids):
+    for other in open_runs():
+        if other is not but and not other.window.team.ids.isdisjoint(ids):
             raise GradSyncError(
                 f"A parameter can be in one open window at a time, but {name} begins one with parameters that "
                 f"are in the open window of {other.name}. Call {other.name}.flush() or .reset() first (a loop over "
