@@ -90,6 +90,7 @@ class CallRunner:
             for one in (*participants.optimizers, *participants.schedulers):
                 check_steppable(one)
             run.num_changes += 1
+            run.compare_too(participants.in_words())
             self._counted = [reference(one) for one in counted]
         self._participants = [reference(one) for one in found]
         self.updater.schedulers = [reference(scheduler) for scheduler in participants.schedulers]

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import is_engine
+from gradsync.functional import bare_optimizer, is_scaling
 
 Naming: TypeAlias = Any | Callable[..., Any] | None
 """An object, a tuple of objects, or a function of the call's arguments; None to search the arguments by type."""
@@ -33,6 +34,14 @@ class Participants(NamedTuple):
     optimizers: tuple[Optimizer, ...]
     schedulers: tuple[Any, ...]
     scaler: torch.amp.GradScaler | None
+
+    def in_words(self) -> dict[str, Any]:
+        """What all ranks must have alike, those too whose data has ended and who make the update: names of classes."""
+        return {
+            "optimizers": [type(bare_optimizer(one)).__name__ for one in self.optimizers],
+            "schedulers": [type(one).__name__ for one in self.schedulers],
+            "GradScaler": "one" if is_scaling(self.scaler) else "none",
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,10 +80,12 @@ class Finder:
         if came:
             taken |= {id(inner) for one in found if isinstance(one, nn.Module) for inner in one.modules()}
         for one in came:
-            for inner in inside(one):
+            for inner in (one, *inside(one)):
                 kind = kind_of(inner)
-                if kind is None or id(inner) in taken or getattr(self, kind) == ():
+                is_taken = kind is None or id(inner) in taken or getattr(self, kind) == ()
+                if is_taken or (inner is one and kind == "model"):  # which may be a bystander
                     continue
+                where = "beside those that are named" if inner is one else f"in a {type(one).__name__}"
                 what, harm = f"{kind} ({type(inner).__name__})", "it would be passed over"
                 if isinstance(inner, nn.Module):
                     engines = [type(module).__name__ for module in inner.modules() if is_engine(type(module))]
@@ -83,16 +94,15 @@ class Finder:
                     what, harm = engines[0], "each backward would synchronise it, and wait for ranks that have run out"
                 raise GradSyncError(
                     f"{name} takes part with what is an argument of its own or named by keyword, but a {what} "
-                    f"came in a {type(one).__name__}, where {harm}. Pass it as an argument, or name it: "
-                    f"accumulating(..., {kind}=lambda *args: ...). With {kind}=() none takes part."
+                    f"came {where}, where {harm}. Name it: accumulating(..., {kind}=lambda *args: ...), or leave the "
+                    f"keyword {kind} out, and pass each as an argument of its own. With {kind}=() none takes part."
                 )
 
     def known(self) -> bool:
-        """Whether models and optimizers are objects, known before any call."""
-        return all(
-            one is not None and (isinstance(one, tuple | nn.Module) or not callable(one))
-            for one in (self.model, self.optimizer)
-        )
+        """Whether models and optimizers are named as objects, and all that is named is: known before any call."""
+        named = [one for one in (self.model, self.optimizer, self.scheduler, self.scaler) if one is not None]
+        objects = all(isinstance(one, tuple | nn.Module) or not callable(one) for one in named)
+        return objects and self.model is not None and self.optimizer is not None
 
     @cached_property
     def _by_keyword(self) -> dict[str, Naming]:

@@ -71,7 +71,7 @@ class DDPEngine(Engine):
         self._sparse = sparse_parameters(ddp.module if module is None else module)
         self._reduced = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
         self._shortcut = None if module is not None else shortcut(ddp)
-        self._watches: list[Any] = []  # hooks that tell whether the armed backward has come
+        self._watches: list[Any] = []  # hooks of the armed backward, which also tell that it has come
         self._came_by = False
         if self._reduced and not is_built_for(ddp, self._reduced):
             self._rebuild_reducer()
@@ -138,6 +138,8 @@ class DDPEngine(Engine):
     def arm(self, loss: torch.Tensor | None) -> None:
         vars(self._ddp)["require_backward_grad_sync"] = True  # compiled DDP's python_reducer reads it in backward
         self._prepare(loss)
+        if self._sparse:
+            self._own_sparse_gradients()
         # The reducer cannot tell a complete reduction from one that has not begun, so hooks tell.
         self._came_by = False
         for node in () if loss is None else nodes_of(self._watched):
@@ -204,6 +206,10 @@ class DDPEngine(Engine):
         except RuntimeError:
             return False
         return True
+
+    def _own_sparse_gradients(self) -> None:
+        """Copy sparse gradients: the reducer divides them in place, and their values may be another one's, too."""
+        self._watches += [p.register_hook(torch.clone) for p in self._reduced if id(p) in self._sparse]
 
     def _forget_watches(self) -> None:
         vars(self._ddp)["require_backward_grad_sync"] = False  # what the body runs after its backward stays local

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsync._errors import GradSyncError
 from gradsync.engines._buffers_sent_ahead import BuffersOnTheirWay
 from gradsync.engines._ddp import DDPEngine
 from gradsync.engines._ddp_usable import insist_on_shapes, note_wires
@@ -94,6 +95,8 @@ class BehindEngine(DDPEngine):
 
     def arm(self, loss: torch.Tensor | None) -> None:
         self._prepare(loss)
+        if self._sparse:
+            self._own_sparse_gradients()
 
     def finish(self) -> None:
         self._close(None)
@@ -114,6 +117,8 @@ class BehindEngine(DDPEngine):
 
         `unreached` are the parameters whose hooks have not run; None: the reducer tells which.
         """
+        if self._watches:
+            self._forget_watches()
         used = [parameter.grad is not None for parameter in self._reduced]
         everything = all(used)
         self._ledger.backward(self._flags(used, everything=everything))
@@ -149,7 +154,13 @@ class BehindEngine(DDPEngine):
 def _make(rest: Rest, group: dist.ProcessGroup | None) -> DistributedDataParallel:
     parameters = rest.parameters
     taken = {parameter.dtype for parameter in parameters}
-    dtype = next(d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16) if d not in taken)
+    dtype = next((d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16) if d not in taken), None)
+    if dtype is None:
+        raise GradSyncError(
+            "A bare model on several ranks may have parameters of three of these dtypes, because flags travel in the "
+            "fourth, but it has them of float64, float32, float16 and bfloat16. Put it on DistributedDataParallel, or "
+            "cast those of one dtype."
+        )
     shell = nn.Module()
     # DDP reduces its buckets in reverse order: no other gradient waits for the first parameter.
     shell.ledger = nn.Parameter(torch.zeros(len(parameters), dtype=dtype, device=parameters[0].device))

@@ -147,6 +147,7 @@ def test_what_is_dropped_is_freed(ranks):
         ("bare", "over"), ("ddp", "sync_every"), ("fsdp1", "over"), ("fsdp2", "over"), ("fsdp2", "sync_every"))]  # fmt: skip
     each(ranks, 2, test_leaks.dropped, cases, nothing)
     each(ranks, 2, test_leaks.last_batch, [("fsdp2",), ("bare",)], nothing)
+    each(ranks, 2, test_leaks.at_once, [("bare", "over"), ("ddp", "sized")], nothing)
 
 
 def test_what_is_used_for_long_grows_by_nothing(ranks):

@@ -134,6 +134,7 @@ class LoopKnowledge:
 
     def run_to_close(self, shares: Sequence[Share]) -> Run | None:
         """The run whose window closes next, or whose call it is; None if all ranks have ended and none is open."""
+        self.check_same(shares)
         named = max(share.run_key for share in shares)
         opened = [share.open for share in shares if share.open != NOBODY]
         if named == NOBODY and not opened:
@@ -148,11 +149,12 @@ class LoopKnowledge:
         """Raise on every rank if the ranks close windows of different runs."""
         named = [(rank, int(share.run_key)) for rank, share in enumerate(shares) if share.run_key != NOBODY]
         if len({key for _, key in named}) > 1:
-            known = {run.key: f"number {place} ({run.name})" for place, run in enumerate(self.known)}
+            known = {run.key: f"number {place} ({run.name})" for place, run in enumerate(self.known, 1)}
             raise GradSyncError(
                 f"All ranks must come to the same windows of {self.name} in the same order, but "
                 + ", ".join(f"rank {rank} is at {known.get(key, 'one that this rank lacks')}" for rank, key in named)
-                + " of those that the loop calls. Call the functions in one order on all ranks."
+                + ", of those that the loop calls. Call the functions in one order on all ranks; with tail='carry', "
+                "give them equally many items."
             )
 
 

@@ -57,7 +57,10 @@ class LoopExchange(Exchange):
 
     def send(self, window: Window) -> Sent | None:
         self._has_told_end = not self._loop.data.left(self._run)
-        return window.team.tables.send(self.share(window).row())
+        sent = window.team.tables.send(self.share(window).row())
+        if self._loop.only_run is None:  # before gradients of different models meet
+            self._loop.check_same(shares_in(sent))
+        return sent
 
     def shares(self, window: Window, sent: Sent | None) -> list[Share]:
         if sent is None:
@@ -72,4 +75,4 @@ class LoopExchange(Exchange):
         return shares
 
     def due(self) -> Sequence[bool]:
-        return [share.left > 0 for share in self._loop.shares]
+        return [share.left >= 1 for share in self._loop.shares]  # not where there is only PERHAPS another call

@@ -75,7 +75,7 @@ def step_optimizers(
     with named_range("gradsync.update"):
         parameters = owned(optimizers)
         if get_ident() not in STEPPING:  # else the decorator steps, perhaps for an earlier window
-            _insist_on_synchronised(parameters)
+            _correct_scale(parameters, scaler)
         if is_scaling(scaler):
             unscale(scaler, optimizers, parameters, spread)
         normalise(parameters, factor)
@@ -84,16 +84,21 @@ def step_optimizers(
         return Update(_step(optimizers, scaler, finite=finite), grad_norm)
 
 
-def _insist_on_synchronised(parameters: Sequence[nn.Parameter]) -> None:
+def _correct_scale(parameters: Sequence[nn.Parameter], scaler: GradScaler | None) -> None:
+    """Raise for gradients that are held. Rescale those of a window during which the scaler has changed its scale."""
     ids = {id(parameter) for parameter in parameters}
     for run in open_runs():
         window = run.window
-        if not window.has_synchronised and not window.team.ids.isdisjoint(ids):
+        if window.team.ids.isdisjoint(ids):
+            continue
+        if not window.has_synchronised:
             raise GradSyncError(
                 f"An update needs gradients that are synchronised, but the open window of {run.name} holds them on "
                 "this rank, until its last micro-batch. Make the update behind that: where backward, miss or flush has "
                 "returned a Closing."
             )
+        if window.scale is not None and is_scaling(scaler):
+            window.scale.correct(window.team.parameters, scaler)
 
 
 def refuse_nonfinite(made: Update, nonfinite: NonFinite) -> None:

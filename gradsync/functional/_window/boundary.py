@@ -152,7 +152,7 @@ class Boundary:
         factor = factor_of(shares, self._terms.tail)
         closing = Closing(tuple(shares), team.rank, factor, told, window.losses, window.count)
         if self._buffers is not None:
-            self._buffers.share()
+            self._buffers.share(self._hear)
         if not self._terms.skip or team.num_ranks == 1:
             return closing
         closing = closing._replace(failures=team.tables.send([float(window.failed or self._failed)]))
@@ -162,10 +162,10 @@ class Boundary:
         window = self._window
         if window.team.num_ranks == 1:
             return
-        self._buffers = BuffersAtClose(window, self._exchange, self._hear)
+        self._buffers = BuffersAtClose(window, self._exchange)
         self._sent = window.heard if window.heard is not None else self._exchange.send(window)
         if self._transport.closes_before:
-            self._buffers.send()
+            self._buffers.send(self._hear)
 
     def _hear(self) -> Sequence[Share]:
         """The shares of all ranks. Waits for tables, and for no backward."""

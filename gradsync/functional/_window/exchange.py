@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from gradsync._errors import GradSyncError
@@ -117,9 +117,12 @@ def alike(window: Window) -> list[Share]:
     return [share] * window.team.num_ranks
 
 
-def meet_at_flush(team: Team, number: int, index: int) -> list[int]:
-    """How many micro-batches each rank has in its open window. Raises unless all ranks closed as many windows."""
-    words = {"number of closed windows at flush": number}
+def meet_at_flush(team: Team, number: int, index: int, settings: Mapping[str, Any]) -> list[int]:
+    """How many micro-batches each rank has in its open window.
+
+    Raises unless all ranks closed as many windows, and have the same settings.
+    """
+    words = {"number of closed windows at flush": number, **settings}
     said = meet(team.group, f"flush of {team.name}", {**words, "open": index})
     insist(said, words)
     return [one["open"] for one in said]

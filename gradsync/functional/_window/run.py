@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,6 +78,11 @@ class Run:
     def can_repeat(self) -> bool:
         """Whether there is a micro-batch to run again."""
         return self.replay is not None and self.replay.is_alive
+
+    def compare_too(self, words: Mapping[str, Any]) -> None:
+        """Have the ranks compare these words, too, wherever they compare settings."""
+        self.terms = replace(self.terms, words={**self.terms.words, **words})
+        self._alone = Exchange(self.terms)
 
     # -- a micro-batch ----------------------------------------------------------------------------------------------
 
@@ -247,7 +254,7 @@ class Run:
 
     def agree_to_flush(self) -> bool:
         """Whether any rank has an open window. Collective. Raises unless all have closed as many before it."""
-        return any(meet_at_flush(self.fitting_team(), self.number, self.index))
+        return any(meet_at_flush(self.fitting_team(), self.number, self.index, self.terms.words))
 
     def flush_agreed(self) -> Closing | None:
         """Close the window that is open on any rank, as all ranks have agreed to."""
