@@ -150,7 +150,8 @@ class CallRunner:
     def _forward_and_backward(self, place: Place, call: Call, loop: Loop | None) -> tuple[Any, Closing | None]:
         """Run the function and its backward; returns what it returned, and in the last place the closing."""
         run, now, scaler = self.run, self.reporter.now, self.updater.scaler()
-        window, team = run.open_window, run.open_window.team
+        window = run.open_window
+        team = window.team
         if place.index == 0:
             self.body.begin(team)
         with run.holding(place):
