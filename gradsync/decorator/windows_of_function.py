@@ -24,9 +24,8 @@ from gradsync.functional import Loop, Run, Who, discard
 from gradsync.overlap import LEFT
 from gradsync.ranks.meet import no_item_here
 
-_MOST_NESTED = (
-    64  # functions in nested `.over`s; a run's key is its runner's number times this, plus its function's position
-)
+# Functions in nested `.over`s. A run's key is its runner's number times this, plus its function's position.
+_MOST_NESTED = 64
 
 
 class WindowsOfFunction:

@@ -103,10 +103,11 @@ class BodyWatch:
         if not place.index:
             self._loop = drawn_by(sys._getframe(2))  # frame 2 is that of whoever draws from the generator
             self._begin_window(run.fitting_team())
-        window = run.open_window
-        if not self._is_explicit and (place.last or any(engine.owes_first for engine in window.active)):
-            team = window.team
-            self._plain, self._state = PlainBackward(team.leaves, self._join, team.swapped), _QUIET
+        if not self._is_explicit:
+            window = run.open_window
+            if place.last or any(engine.owes_first for engine in window.active):
+                leaves, swapped = window.team.leaves, window.team.swapped
+                self._plain, self._state = PlainBackward(leaves, self._join, swapped), _QUIET
         return self
 
     def __enter__(self) -> None:
@@ -210,11 +211,8 @@ class BodyWatch:
                 "them before. Models that are not stepped after each window need a sync_every of their own."
             )
         self._closing = closing
-        team = self._run.fitting_team()
-        if closing.factor is None:
-            team.drop_gradients()
-        else:
-            normalise(team.parameters, closing.factor)
+        if closing.factor is not None:
+            normalise(self._run.fitting_team().parameters, closing.factor)
 
     # -- what else the user does ------------------------------------------------------------------------------------
 

@@ -134,7 +134,9 @@ class Boundary:
 
     def _end(self, closing: Closing) -> None:
         self.closing = closing
-        self._window.has_synchronised, self._window.is_void = True, closing.factor is None
+        self._window.has_synchronised = True
+        if closing.factor is None:  # no update will use them
+            self._window.team.drop_gradients()
 
     def _close_failed(self) -> Closing | None:
         """After a backward that failed: take part in the collectives that the other ranks run after theirs."""

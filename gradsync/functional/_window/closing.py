@@ -42,11 +42,6 @@ class Closing(NamedTuple):
         return self._replace(factor=None)
 
     @property
-    def filled(self) -> bool:
-        """Whether any rank had its full number of calls; otherwise the window is a tail."""
-        return any(share.filled for share in self.shares)
-
-    @property
     def had_calls(self) -> bool:
         """Whether any rank had a call at all."""
         return any(share.num_calls for share in self.shares)

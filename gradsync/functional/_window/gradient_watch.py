@@ -67,9 +67,8 @@ class GradientWatch:
         team = self.team
         if team is None or not team.holds_inside:
             return False
-        return (
-            bool(team.num_inside()) if now else any(team.gradients_left())
-        )  # where engines move all storage, none is watched
+        # Where engines move all storage, no parameter is watched.
+        return bool(team.num_inside()) if now else any(team.gradients_left())
 
 
 _VANISHED = "vanished: something called zero_grad()"

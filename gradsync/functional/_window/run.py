@@ -215,15 +215,13 @@ class Run:
         return self.window
 
     def close(self) -> None:
-        """Close the window, after it has synchronised. If it has nothing to average, its gradients are discarded."""
+        """Close the window, after it has synchronised."""
         window = self.open_window
         if not window.has_synchronised:
             raise GradSyncError(
                 f"A window of {self.name} can be closed when it has synchronised, but it has had {window.index} of "
                 f"{window.size} micro-batches, and holds their gradients. Call flush(), or discard() to drop it."
             )
-        if window.is_void:
-            self.discard()
         self.abandon()
         self.number += 1
 

@@ -42,7 +42,6 @@ class Window:
     failed: bool = False  # whether a backward failed with an exception in `skip`
     scale: Scale | None = None
     has_synchronised: bool = False  # then nothing is left but its update
-    is_void: bool = False  # whether that is none
     is_warned_of: bool = False  # whether the user knows that it was left open
 
     def __post_init__(self) -> None:
