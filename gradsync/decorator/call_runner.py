@@ -139,7 +139,7 @@ class CallRunner:
             if place.last and updater.lands_before_boundary:
                 returned, _ = self._forward_and_backward(place._replace(last=False), call, loop)
                 updater.settle()
-                closing = self._miss(place._replace(role=Role.MISSES))  # synchronises what was held
+                closing = run.miss(place._replace(role=Role.MISSES))  # synchronises what was held
             else:
                 returned, closing = self._forward_and_backward(place, call, loop)
             reporter.now.micro_steps += 1
@@ -183,10 +183,6 @@ class CallRunner:
         self.reporter.now.replays += 1
         return closing
 
-    def _miss(self, place: Place) -> Closing | None:
-        with self.run.holding(place):
-            return self.run.miss(place)
-
     def _end_place(self, closing: Closing | None) -> None:
         """After a micro-batch; in the last place, make the update, or with `overlap` leave it until gradients land."""
         if closing is None:
@@ -205,7 +201,7 @@ class CallRunner:
         """After this rank's data has ended: close its own open window, or take part in a window of the other ranks."""
         with self:
             self.reporter.now.size = place.size
-            self._end_place(self._run_again(place) if place.role is Role.REPEATS else self._miss(place))
+            self._end_place(self._run_again(place) if place.role is Role.REPEATS else self.run.miss(place))
 
     def land_before_boundary(self) -> None:
         """This rank's data has ended: land the gradients that the others land before their next boundary."""

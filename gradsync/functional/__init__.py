@@ -10,15 +10,15 @@ may hold a DDP.
 
 Another decorator, with tails, `LossSum` and ranks that differ:
 
->>> from gradsync import functional as F
+>>> from gradsync import functional as gf
 >>> def accumulate(steps, model, optimizer):
-...     who, loops = F.Who([model], [optimizer]), []
-...     run = F.Run("accumulate", F.Terms(steps))
+...     who, loops = gf.Who([model], [optimizer]), []
+...     run = gf.Run("accumulate", gf.Terms(steps))
 ...     run.who = who
 ...     def settle(closing):
 ...         if closing is not None:
 ...             if closing.factor is not None:
-...                 F.update([optimizer], factor=closing.factor)
+...                 gf.update([optimizer], factor=closing.factor)
 ...             run.close()
 ...     def decorate(function):
 ...         def step(batch):
@@ -29,14 +29,12 @@ Another decorator, with tails, `LossSum` and ranks that differ:
 ...             settle(closing)
 ...             return loss
 ...         def over(items):
-...             loop = F.Loop("accumulate.over", F.length(items), lambda: [run])
+...             loop = gf.Loop("accumulate.over", gf.length(items), lambda: [run])
 ...             loops.append(loop)
 ...             try:
 ...                 yield from loop.items(items)
 ...                 for _, place in loop.rest():
-...                     with run.holding(place):
-...                         closing = run.miss(place)
-...                     settle(closing)
+...                     settle(run.miss(place))
 ...             finally:
 ...                 loop.end()
 ...                 loops.remove(loop)
@@ -47,7 +45,7 @@ Another decorator, with tails, `LossSum` and ranks that differ:
 >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 >>> @accumulate(2, model, optimizer)
 ... def train(batch):
-...     return F.LossSum(model(batch).square().sum(), count=len(batch))
+...     return gf.LossSum(model(batch).square().sum(), count=len(batch))
 >>> for batch in train.over(torch.ones(5, 3, 1)):
 ...     loss = train(batch)
 

@@ -30,8 +30,8 @@ def accumulate():
     return made["accumulate"]
 
 
-def test_the_documentation_shows_the_same_decorator():
-    text = (Path(__file__).parents[2] / "docs/how-it-works.md").read_text(encoding="utf-8")
+def test_the_readme_shows_the_same_decorator():
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     [shown] = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def accumulate" in code]
     source = "".join(one.source for one in doctest.DocTestParser().get_examples(gradsync.functional.__doc__))
     both = [

@@ -180,7 +180,8 @@ class Run:
                 "other ranks count on it. Run a micro-batch in it (in Role.REPEATS the last one, once more), and call "
                 "backward(place, loss)."
             )
-        return self._without_backward(place)
+        with self.holding(place):
+            return self._without_backward(place)
 
     def drop(self, place: Place) -> Closing | None:
         """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean."""
@@ -260,9 +261,7 @@ class Run:
         team = self.fitting_team()
         window = self.window or self.open(team)
         window.heard = team.tables.send(Share.of_window(window).row())
-        place = Place(window.number, window.index, window.size, last=True, role=Role.MISSES)
-        with self.holding(place):
-            return self.miss(place)
+        return self.miss(Place(window.number, window.index, window.size, last=True, role=Role.MISSES))
 
     def in_words(self) -> dict[str, Any]:
         """What must be the same on all ranks, for them to compare."""
