@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +26,6 @@ from gradsync.functional import (
     Transport,
     Window,
     bare_optimizer,
-    refuse_nonfinite,
     window_size,
 )
 from gradsync.overlap import (
@@ -225,20 +225,21 @@ class LateUpdater(Updater, Transport):
                     with landing(in_flight), stepping():
                         arrived = True
                         self._arrived(leg)
-                        made = None if failed else self.step(leg.team, leg.factor, leg.closing)
+                        if not failed:
+                            self.run.count(-1)
+                            self.step(leg.team, leg.factor, leg.closing, partial(self.run.count, 1))
             finally:
                 if arrived:
                     _count(leg.ddps, -1)
+                    saved = in_flight.saved or in_flight.spare
+                    self._memory = None if saved is None else saved.emptied()
+                    for later in self._legs:
+                        later.in_flight.watch.note()
                 else:
                     self.go_back()
-            saved = in_flight.saved or in_flight.spare
-            self._memory = None if saved is None else saved.emptied()
-            for later in self._legs:
-                later.in_flight.watch.note()
-            if made is None:
+            if failed:
                 self.reporter.note_skipped(leg.closing)
             else:
-                refuse_nonfinite(made, self.settings.nonfinite)
                 self.reporter.call_on_update()
 
     def _arrived(self, leg: _Leg) -> None:

@@ -11,17 +11,7 @@ from gradsync._step_hook import stepping
 from gradsync.decorator.participants import reference
 from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
-from gradsync.functional import (
-    Closing,
-    Run,
-    Team,
-    Update,
-    Window,
-    move,
-    refuse_nonfinite,
-    step_optimizers,
-    zero,
-)
+from gradsync.functional import Closing, Run, Team, Update, update
 
 _NO_UPDATE = Update(stepped=False, grad_norm=None)
 
@@ -43,54 +33,39 @@ class Updater:
 
     def close(self, closing: Closing) -> None:
         """After the open window has synchronised: make its update, if it gets one, and close it."""
-        window = self.run.open_window
         if closing.factor is None:
             self.reporter.note(_NO_UPDATE, closing)
             self.run.close()
-            self._clear(window.team)
         else:
-            made = self.step(window.team, closing.factor, closing, window)
-            refuse_nonfinite(made, self.settings.nonfinite)
+            self.step(self.run.open_window.team, closing.factor, closing, self.run.close)
 
-    def step(self, team: Team, factor: float, closing: Closing, window: Window | None = None) -> Update:
-        """Make the update with synchronised gradients, close the window, step the schedulers, and clear the gradients.
+    def step(self, team: Team, factor: float, closing: Closing, close: Callable[[], object] = bool) -> Update:
+        """Make the update with synchronised gradients. Its window is closed by `close`, before the schedulers step.
 
-        Without a `window`, it is that of an earlier window, which is closed (`overlap`).
+        If an optimizer fails, the window stays open here, and is discarded. Other ranks may have closed theirs: the
+        next table shows it, and all ranks raise. If a scheduler fails, the update is made.
         """
-        settings, scaler, optimizers = self.settings, self.scaler(), self.run.who.optimizers
+        settings = self.settings
+
+        def then(made: Update) -> None:
+            self.reporter.note(made, closing)
+            close()
+
         try:
             with stepping():
-                try:
-                    if window is not None and window.scale is not None and scaler is not None:
-                        window.scale.correct(team.parameters, scaler)
-                    made = step_optimizers(
-                        optimizers,
-                        scaler=scaler,
-                        clip_norm=settings.clip_norm,
-                        factor=factor,
-                        nonfinite=settings.nonfinite,
-                        spread=team.spread,
-                    )
-                except BaseException:
-                    # The window stays open here, and is discarded. Other ranks may have closed theirs: the next table
-                    # shows it, and all ranks raise.
-                    if window is None:
-                        self.run.take_back()
-                    raise
-                # If a scheduler fails, the update is made.
-                self.reporter.note(made, closing)
-                if window is not None:
-                    self.run.close()
-                if made.stepped:
-                    move([one for ref in self.schedulers if (one := ref()) is not None], optimizers)
+                return update(
+                    self.run.who.optimizers,
+                    schedulers=[one for ref in self.schedulers if (one := ref()) is not None],
+                    scaler=self.scaler(),
+                    clip_norm=settings.clip_norm,
+                    factor=factor,
+                    nonfinite=settings.nonfinite,
+                    spread=team.spread,
+                    then=then,
+                )
         finally:
-            self._clear(team)
-        return made
-
-    def _clear(self, team: Team) -> None:
-        zero(self.run.who.optimizers)
-        for parameter in team.unowned:
-            parameter.grad = None
+            for parameter in team.unowned:
+                parameter.grad = None
 
     # -- with `overlap` ---------------------------------------------------------------------------------------------
 

@@ -70,9 +70,9 @@ from gradsync.functional._team.no_sync import no_sync, sync_gradients
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.grad_scaler import is_scaling
 from gradsync.functional._update.gradients import all_finite, clip, discard, norm, normalise
-from gradsync.functional._update.optimizers import bare_optimizer, owned, zero
-from gradsync.functional._update.schedulers import check_steppable, move
-from gradsync.functional._update.update import NonFinite, Update, refuse_nonfinite, step_optimizers, update
+from gradsync.functional._update.optimizers import bare_optimizer, owned
+from gradsync.functional._update.schedulers import check_steppable
+from gradsync.functional._update.update import NonFinite, Update, update
 from gradsync.functional._window.boundary import Boundary, Held, Transport
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.gradient_watch import GradientWatch
@@ -128,20 +128,16 @@ __all__ = [
     "fit",
     "is_scaling",
     "length",
-    "move",
     "no_sync",
     "norm",
     "normalise",
     "owned",
-    "refuse_nonfinite",
     "rows_that_fit",
     "sizes",
-    "step_optimizers",
     "sync_every",
     "sync_gradients",
     "update",
     "weigh",
     "window_size",
     "with_last",
-    "zero",
 ]

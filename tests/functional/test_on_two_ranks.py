@@ -22,12 +22,12 @@ OF_ONE_RANK = {
     "an iterable of this rank": {"length", "with_last"},
     "a loss of this rank": {"LossSum", "find_loss", "detach"},
     "objects of this rank, which must be called on each": {
-        "GradientWatch", "owned", "bare_optimizer", "check_steppable", "move", "zero", "refuse_nonfinite", "discard", "is_scaling",
+        "GradientWatch", "owned", "bare_optimizer", "check_steppable", "discard", "is_scaling",
     },
 }  # fmt: skip
 TRIED = {
     "Run", "Terms", "Who", "Loop", "Closing", "Share", "Place", "Role", "Team", "Window", "weigh", "Boundary", "Held", "InParts",
-    "Transport", "update", "Update", "step_optimizers", "normalise", "norm", "clip", "all_finite", "sync_gradients",
+    "Transport", "update", "Update", "normalise", "norm", "clip", "all_finite", "sync_gradients",
     "no_sync", "sync_every", "MicroStep", "fit", "Fitting", "rows_that_fit",
 }  # fmt: skip
 
@@ -255,8 +255,8 @@ def norms_of_pieces(use_orig_params: bool) -> list[str]:
         lambda: F.clip(parameters, 1.0),
         lambda: F.all_finite(parameters),
         lambda: F.update([optimizer], clip_norm=1.0),
-        lambda: F.step_optimizers([optimizer], nonfinite="skip"),
-        lambda: F.step_optimizers([optimizer], scaler=torch.amp.GradScaler("cpu")),
+        lambda: F.update([optimizer], nonfinite="skip"),
+        lambda: F.update([optimizer], scaler=torch.amp.GradScaler("cpu")),
     ):
         with pytest.raises(GradSyncError, match=r"spread=run\.fitting_team\(\)\.spread") as caught:
             call()

@@ -226,11 +226,11 @@ class Run:
         self.abandon()
         self.number += 1
 
-    def take_back(self) -> None:
-        """Undo the count of a closed window: its update came later, and failed here. The next table tells the ranks."""
-        self.number -= 1
+    def count(self, more: int) -> None:
+        """Count a closed window again: -1 as its late update begins, 1 once it is made, for the tables."""
+        self.number += more
         if self.window is not None:
-            self.window.number -= 1
+            self.window.number += more
 
     def abandon(self) -> None:
         """Forget the open window. Its gradients stay."""
