@@ -198,13 +198,8 @@ class Count:
     @property
     def total(self) -> float | torch.Tensor:
         """The sum: a tensor if any count is on a device, else a number. NaN if a count was negative or NaN."""
-        if not self._on_device:
-            return float(self._number)
-        first, *others = (tensor.to(widest(tensor)) for tensor in self._on_device.values())
-        total = first + self._number
-        for other in others:
-            total = total + other.to(total.device)
-        return total
+        wide = [tensor.to(widest(tensor)) for tensor in self._on_device.values()]
+        return sum([one.to(wide[0].device) for one in wide], start=self._number) if wide else float(self._number)
 
     def state(self) -> int | float:
         """The sum as a number, for a checkpoint; waits for the device."""

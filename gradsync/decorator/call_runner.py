@@ -18,19 +18,7 @@ from gradsync.decorator.participants import Participants, reference
 from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
 from gradsync.decorator.updater import Updater
-from gradsync.functional import (
-    Closing,
-    InParts,
-    Loop,
-    Place,
-    Role,
-    Run,
-    Who,
-    check_steppable,
-    detach,
-    is_scaling,
-    owned,
-)
+from gradsync.functional import Closing, InParts, Loop, Place, Role, Run, Who, check_steppable, detach, owned
 from gradsync.overlap.compressed import Compressed
 from gradsync.ranks.lost import WaitingFor
 
@@ -77,13 +65,6 @@ class CallRunner:
                     "middle of one. Call flush() before another model comes."
                 )
             run.who = Who(models, participants.optimizers)
-        now = is_scaling(participants.scaler)
-        if run.index and now != is_scaling(self.updater.scaler()):
-            raise GradSyncError(
-                f"All losses of a window of {run.name} must be scaled, or none of them, but a GradScaler "
-                f"{'came' if now else 'went'} in the middle of one. Pass it to each call, and "
-                "call flush() or reset() before that changes."
-            )
         # A loss module without parameters may be a new object in each call.
         counted = [one for one in found if not isinstance(one, nn.Module) or next(one.parameters(), None) is not None]
         if [id(ref()) for ref in self._counted] != [*map(id, counted)]:

@@ -19,15 +19,7 @@ from gradsync._step_hook import stepping
 from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
 from gradsync.decorator.updater import Updater
-from gradsync.functional import (
-    Closing,
-    Run,
-    Team,
-    Transport,
-    Window,
-    bare_optimizer,
-    window_size,
-)
+from gradsync.functional import Closing, Run, Team, Transport, Window, bare_optimizer, window_size
 from gradsync.overlap import (
     Flight,
     InFlight,

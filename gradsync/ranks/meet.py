@@ -144,15 +144,12 @@ def _at_the_store(group: dist.ProcessGroup, topic: str, talk: Callable[[], T]) -
     Thread(target=run, name=f"gradsync: {topic}", daemon=True).start()
     try:
         return outcome.result(timeout_of(group) + _GRACE)
-    except dist.DistNetworkError as error:
+    except (dist.DistNetworkError, FutureTimeoutError) as error:
+        is_gone = isinstance(error, dist.DistNetworkError)
+        why = f"is gone: {error}" if is_gone else "does not answer within the process group's time-out"
         raise GradSyncError(
-            f"Every rank must come to {topic}, but the store that they meet at is gone: {error}. The process that "
-            "holds it, torchrun's or else rank 0, has ended."
-        ) from error
-    except FutureTimeoutError as error:
-        raise GradSyncError(
-            f"Every rank must come to {topic}, but the store that they meet at does not answer within the process "
-            "group's time-out. The way to the process that holds it, torchrun's or else rank 0, is cut, or it hangs."
+            f"Every rank must come to {topic}, but the store that they meet at {why}. The process that holds it, "
+            "torchrun's or else rank 0, has ended or hangs, or the way to it is cut."
         ) from error
 
 

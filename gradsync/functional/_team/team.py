@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -61,17 +61,33 @@ class Team:
         trained = [model for model in stepped if id(model) not in inside]
         self.parameters = list(dict.fromkeys([*(p for model in trained for p in model.parameters()), *mine]))
         self.in_models = {id(p) for model in trained for p in model.parameters()}
-        self.ids = theirs = frozenset(map(id, self.parameters))
-        _insist_on_models(name, mine, trained, before)
+        self.ids = frozenset(map(id, self.parameters))
+        self._insist_on_models(mine, set() if before is None else before.in_models)
         watching = [m for m in models if not any(m is one for one in stepped)]
         with WaitingFor(lambda: f"the first window of {name}, which makes the models equal"):
             engines = attach(trained, mine, lambda *those: _agree(name, *those))
-        held = [p for m in watching for p in m.parameters() if id(p) not in theirs]
+        held = [p for m in watching for p in m.parameters() if id(p) not in self.ids]
         self._set_engines(engines, Bystanders(held, [one for one in find(watching) if one not in engines]), sync)
         self._models_then = ModelsAsTheyWere(models, optimizers, self.ids, emptied=self._emptied())
         self.unowned = [p for p in self.parameters if id(p) not in ids] if optimizers else []
         self._flags = [*map(_FLAG, self.parameters)]
         self.has_sync_batchnorm = any(isinstance(m, nn.SyncBatchNorm) for model in models for m in model.modules())
+
+    def _insist_on_models(self, mine: Sequence[nn.Parameter], before: Collection[int]) -> None:
+        """Raise where parameters of the optimizer are no longer in a model, and others came that nobody steps.
+
+        A layer that was taken out, or was replaced in the optimizer too, is no mistake. `before` has the ids of those
+        that were in models then.
+        """
+        gone = [parameter for parameter in mine if id(parameter) not in self.in_models and id(parameter) in before]
+        came = self.in_models.difference(before, map(id, mine))
+        if gone and any(parameter.requires_grad and id(parameter) in came for parameter in self.parameters):
+            raise GradSyncError(
+                f"The optimizer of {self.name} steps {len(gone)} parameters that its models no longer have, of shape "
+                f"{', '.join(str(list(p.shape)) for p in gone[:3])}: they were replaced (a new layer, a "
+                "parametrization, load_state_dict(assign=True)), and what took their place is not trained. Make the "
+                "optimizer anew from model.parameters()."
+            )
 
     def _set_engines(self, engines: Sequence[Any], bystanders: Bystanders, sync: str) -> None:
         communicates = [engine.forward_communicates for engine in engines]
@@ -211,25 +227,6 @@ def _no_model(name: str, models: Sequence[nn.Module], optimizers: Sequence[Optim
         "has now: after load_state_dict(assign=True), a new head or an adapter they are others. A parameter of no "
         "module comes as nn.ParameterList([parameter])."
     )
-
-
-def _insist_on_models(name: str, mine: Sequence[nn.Parameter], trained: Sequence[nn.Module], team: Team | None) -> None:
-    """Raise where parameters of the optimizer are no longer in a model, and others came that nobody steps.
-
-    A layer that was taken out, or was replaced in the optimizer too, is no mistake.
-    """
-    inside = {id(parameter) for model in trained for parameter in model.parameters()}
-    before = set() if team is None else team.in_models
-    gone = [parameter for parameter in mine if id(parameter) not in inside and id(parameter) in before]
-    stepped = set(map(id, mine))
-    came = inside - before - stepped
-    if gone and any(p.requires_grad and id(p) in came for model in trained for p in model.parameters()):
-        raise GradSyncError(
-            f"The optimizer of {name} steps {len(gone)} parameters that its models no longer have, of shape "
-            f"{', '.join(str(list(p.shape)) for p in gone[:3])}: they were replaced (a new layer, a parametrization, "
-            "load_state_dict(assign=True)), and what took their place is not trained. Make the optimizer anew from "
-            "model.parameters()."
-        )
 
 
 _Named: TypeAlias = Sequence[tuple[str, torch.Tensor]]

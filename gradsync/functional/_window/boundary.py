@@ -47,7 +47,7 @@ class Held:
     """A held place. No engine synchronises, except with `sync="each"`, or in a static graph's first micro-batch."""
 
     __slots__ = ("_terms", "_window", "order")
-    closing = None
+    closing: Closing | None = None  # what came to the window, once that is known
 
     def __init__(self, window: Window, order: Order, terms: Terms) -> None:
         self.order = order
@@ -58,43 +58,49 @@ class Held:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        drops = False
+        failure = error
         if error is not None:
-            drops = self._drops(error)
+            if not is_lost(error):  # else a rank is gone: collectives would only hang
+                self.order.abort()
         elif self.order is not HELD:
             try:
                 self.order.complete()
-            except Exception as failure:
-                if not (self._terms.skips(failure) and self._window.fail()):
-                    raise
+            except BaseException as late:  # noqa: BLE001 - it goes on, below
+                failure = late
+        if failure is None:
+            self._end()
+        elif not self._drops(failure):
+            if error is None:
+                raise failure
+            return False
+        return True
+
+    def _end(self) -> None:
+        """After the backward, and what the engines had to synchronise."""
         self._window.index += 1
-        return drops
 
-    def _drops(self, error: BaseException) -> bool:
-        """After a backward that failed: complete what it began. Returns whether the error only drops the window."""
-        if is_lost(error):  # a rank is gone: collectives would only hang
-            raise lost(error, self._window.what()) from error
+    def _drops(self, failure: BaseException) -> bool:
+        """After a failure. Returns whether it only drops the window, on all ranks."""
+        self._window.index += 1
+        if is_lost(failure):
+            raise lost(failure, self._window.what()) from failure
         if self.order is not HELD:
-            self.order.abort()
-            clarify(error)
-        return self._terms.skips(error) and self._window.fail()
+            clarify(failure)
+        return self._terms.skips(failure) and self._window.fail()
 
 
-class Boundary:
+class Boundary(Held):
     """The last place of a window: the table leaves, gradients synchronise, buffers are made equal."""
 
     def __init__(self, window: Window, order: Order, terms: Terms, exchange: Exchange, transport: Transport) -> None:
-        self._window = window
-        self._terms = terms
+        # The table leaves before the backward; if engines synchronise twice (a static graph), between these.
+        super().__init__(window, order._replace(between=self._send) if order.again else order, terms)
         self._exchange = exchange
         self._transport = transport
-        self.closing: Closing | None = None  # what came to the window, once that is known
         self._sent: Sent | None = None
         self._failed = False  # whether the backward did
         self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
         self._buffers: BuffersAtClose | None = None  # None on one rank
-        # The table leaves before the backward; if engines synchronise twice (a static graph), between these.
-        self.order = order._replace(between=self._send) if order.again else order
 
     def __enter__(self) -> Self:
         with WaitingFor(self._window.what):
@@ -103,47 +109,32 @@ class Boundary:
             self._transport.carry(self._window)
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> bool:
         with WaitingFor(self._window.what):
-            if error is not None:
-                if not is_lost(error):  # else a rank is gone: collectives would only hang
-                    self.order.abort()
-                return self._drops(error)
-            try:
-                self.order.complete()
-            except BaseException as failure:
-                if not self._drops(failure):
-                    raise
-                return False
-            self._transport.carried(self._window)
-            self._end(self._close())
-            return False
+            return super().__exit__(kind, error, where)
 
-    def _drops(self, error: BaseException) -> bool:
-        """After a failure: run the window's other collectives. Returns whether the error only drops it on all ranks."""
+    def _end(self) -> None:
         self._transport.carried(self._window)
-        if is_lost(error):
-            raise lost(error, self._window.what()) from error
-        closing = self._close_failed()
-        if self.order is not HELD:
-            clarify(error)
-        if closing is None or not (self._terms.skips(error) and self._window.fail()):
+        self._note(self._close())
+
+    def _drops(self, failure: BaseException) -> bool:
+        """After a failure, run the window's other collectives, as the other ranks do after their backward."""
+        self._transport.carried(self._window)
+        closing = None
+        if not is_lost(failure):
+            self._failed = True
+            with suppress(Exception):  # the first error goes on
+                closing = self._close().without_factor()
+        if not super()._drops(failure) or closing is None:
             return False
-        self._end(closing)
+        self._note(closing)
         return True
 
-    def _end(self, closing: Closing) -> None:
+    def _note(self, closing: Closing) -> None:
         self.closing = closing
         self._window.has_synchronised = True
         if closing.factor is None:  # no update will use them
             self._window.team.drop_gradients()
-
-    def _close_failed(self) -> Closing | None:
-        """After a backward that failed: take part in the collectives that the other ranks run after theirs."""
-        self._failed = True
-        with suppress(Exception):  # the first error goes on
-            return self._close().without_factor()
-        return None
 
     def _close(self) -> Closing:
         """After the gradients are synchronised: read the table, make the buffers equal, hear of failures."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import IN_WORDS, PLAIN, SUMS
-from gradsync.functional._team.team import Team
 from gradsync.functional._window.share import Share, insist_on_one_size, shares_in
 from gradsync.functional._window.terms import Terms
 from gradsync.functional._window.window import Window
@@ -100,8 +99,7 @@ def compare_sizes(window: Window) -> None:
     The ranks were asked as it opened. The answer is read now, when the device has a forward to be busy with.
     """
     sizes, window.sizes = window.sizes, None
-    if sizes is None:
-        return
+    assert sizes is not None, "asked before"
     with WaitingFor(lambda: f"comparing the steps of window {window.number} of {window.team.name}"):
         rows = sizes.rows()
     insist_on_one_size([Share(size=row[0]) for row in rows])
@@ -115,14 +113,3 @@ def alike(window: Window) -> list[Share]:
     if window.kind == SUMS:
         share = share._replace(count=float(share.count))  # a count on a device is waited for once
     return [share] * window.team.num_ranks
-
-
-def meet_at_flush(team: Team, number: int, index: int, settings: Mapping[str, Any]) -> list[int]:
-    """How many micro-batches each rank has in its open window.
-
-    Raises unless all ranks closed as many windows, and have the same settings.
-    """
-    words = {"number of closed windows at flush": number, **settings}
-    said = meet(team.group, f"flush of {team.name}", {**words, "open": index})
-    insist(said, words)
-    return [one["open"] for one in said]

@@ -21,11 +21,12 @@ from gradsync.functional._update.contexts import both, named_range
 from gradsync.functional._update.optimizers import owned
 from gradsync.functional._window.boundary import Boundary, Held, Passage, Transport
 from gradsync.functional._window.closing import Closing
-from gradsync.functional._window.exchange import Exchange, Exchanges, compare_sizes, meet_at_flush
+from gradsync.functional._window.exchange import Exchange, Exchanges, compare_sizes
 from gradsync.functional._window.place import RUNS, Place, Role
 from gradsync.functional._window.share import Share
 from gradsync.functional._window.terms import Terms, Who, window_size
 from gradsync.functional._window.window import Window, insist_on_one_window, settle_travelling, weigh
+from gradsync.ranks.meet import insist, meet
 
 
 class Run:
@@ -143,17 +144,15 @@ class Run:
         An exception of a type in `skip` is not raised, unless a forward communicates; it drops the window on all ranks.
         The gradients of a replay weigh nothing.
         """
-        window = self.window
-        assert window is not None, "a place has been started"
+        window = self.open_window
         tensor, seed = check_loss(loss), None
         if place.role is RUNS:
             self.insist_on_same(place)
-            window.add(loss)
             tensor, seed = weigh(window, loss, scaler)
+            window.add(loss)
         elif place.role is Role.MISSES:
             return self.miss(place)
-        passage = self._passage(window, place, self._order(window, place))
-        with passage:
+        with self.passage(place) as passage:
             backward(tensor, passage.order, seed, run)
         return passage.closing
 
@@ -167,10 +166,14 @@ class Run:
         self.open_window.add(loss)
         return self.passage(place)
 
-    def passage(self, place: Place) -> Passage:
-        """What synchronises in a backward of this place: a context manager around it."""
+    def passage(self, place: Place, order: Order | None = None) -> Passage:
+        """What synchronises in a backward of this place, as a rule in its own order: a context manager around it."""
         window = self.open_window
-        return self._passage(window, place, self._order(window, place))
+        if order is None:
+            order = self._order(window, place)
+        if place.last:
+            return Boundary(window, order, self.terms, self._exchange, self.transport)
+        return Held(window, order, self.terms)
 
     def miss(self, place: Place) -> Closing | None:
         """Run nothing in a place of `Role.MISSES`. In the last place, what is held synchronises without a backward."""
@@ -253,7 +256,10 @@ class Run:
 
     def agree_to_flush(self) -> bool:
         """Whether any rank has an open window. Collective. Raises unless all have closed as many before it."""
-        return any(meet_at_flush(self.fitting_team(), self.number, self.index, self.terms.words))
+        team, words = self.fitting_team(), {"number of closed windows at flush": self.number, **self.terms.words}
+        said = meet(team.group, f"flush of {team.name}", {**words, "open": self.index})
+        insist(said, words)
+        return any(one["open"] for one in said)
 
     def flush_agreed(self) -> Closing | None:
         """Close the window that is open on any rank, as all ranks have agreed to."""
@@ -280,19 +286,12 @@ class Run:
         return window
 
     def _without_backward(self, place: Place) -> Closing | None:
-        window = self.open_window
-        order = self._order(window, place)
+        order = self._order(self.open_window, place)
         # The first synchronisation of a static graph must run in a backward: this rank's next one does it.
         owes = not place.last and any(engine.owes_first for engine in order.armed)
-        passage = self._passage(window, place, HELD if owes else order.without_backward())
-        with passage:
+        with self.passage(place, HELD if owes else order.without_backward()) as passage:
             pass
         return passage.closing
-
-    def _passage(self, window: Window, place: Place, order: Order) -> Passage:
-        if place.last:
-            return Boundary(window, order, self.terms, self._exchange, self.transport)
-        return Held(window, order, self.terms)
 
     def _order(self, window: Window, place: Place) -> Order:
         """How the engines synchronise in this place."""
@@ -306,7 +305,5 @@ class Run:
             if team.num_ranks > 1:
                 exchange.agree(window)  # a rank with another sync would wait at its boundary
             return Order.of_boundary(window.active, 1, window.asked)
-        for engine in window.active:  # asked in each micro-batch, where a comprehension would cost more
-            if engine.owes_first:
-                return Order([one for one in window.active if one.owes_first])
-        return HELD
+        owing = [engine for engine in window.active if engine.owes_first]
+        return Order(owing) if owing else HELD
