@@ -50,10 +50,12 @@ def alone_first(stores: list[str], how: str, wrap: str, steps: int) -> Outcome:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(("how", "only"), [
+    ("accumulating", "exact"), ("accumulating anew", "exact"), ("sync_every anew", "exact"),
+    ("sync_every", ""),  # an iterator that began without a group may refuse
+])  # fmt: skip
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
-def test_a_model_used_before_there_was_a_group(ranks, stores, wrap, how, steps):
-    only = "exact" if how != "sync_every" else ""  # an iterator that began without a group may refuse
+def test_a_model_used_before_there_was_a_group(ranks, stores, wrap, how, only, steps):
     exact_or_error(ranks(2).run(alone_first, stores, how, wrap, steps, limit=LIMIT), only=only)
 
 
@@ -63,7 +65,7 @@ def a_second_group(stores: list[str], how: str, wrap: str, steps: int, rewrapped
     def story(run: Run) -> None:
         for _ in range(2):
             run.train(2)
-            if wrap == "ddp" and rewrapped:
+            if rewrapped:
                 run.rewrap()  # before the group ends, whose DDP it was
             run.end()
             dist.destroy_process_group()
@@ -75,10 +77,9 @@ def a_second_group(stores: list[str], how: str, wrap: str, steps: int, rewrapped
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize(("wrap", "anew"), [("bare", False), ("ddp", False), ("ddp", True)])
-def test_the_same_model_in_a_second_group(ranks, stores, wrap, anew, how, steps):
+@pytest.mark.parametrize(("wrap", "anew", "only"), [("bare", False, "exact"), ("ddp", False, "error"), ("ddp", True, "exact")])
+def test_the_same_model_in_a_second_group(ranks, stores, wrap, anew, only, how, steps):
     """An engine of gradsync's is made anew; a DDP of the user's on a group that has ended is an error."""
-    only = "error" if wrap == "ddp" and not anew else "exact"
     exact_or_error(ranks(2).run(a_second_group, stores, how, wrap, steps, anew, limit=LIMIT), only=only)
 
 
@@ -124,39 +125,80 @@ def test_a_model_in_two_process_groups_one_after_the_other(ranks, how):
 # -- groups of one step -------------------------------------------------------------------------------------------
 
 
-def group_of(kind: str, rank: int):
-    """The group of the second model: as large as the first one's, another object, perhaps other ranks."""
-    if kind == "the same ranks":
-        return dist.new_group([0, 1])
-    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    return pairs[rank // 2], pairs[2 + rank % 2]
+def the_same_ranks(_: int) -> list[tuple]:
+    """The groups of the two models, and who is in them: the second is as large as the first, and another object."""
+    return [(dist.group.WORLD, [0, 1]), (dist.new_group([0, 1]), [0, 1])]
 
 
-def two_groups(kind: str, how: str, counts: str, lengths: list[int]) -> Outcome:
+def other_ranks(rank: int) -> list[tuple]:
+    pairs = [(dist.new_group(pair), pair) for pair in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    return [pairs[rank // 2], pairs[2 + rank % 2]]
+
+
+class Means:
+    """Each micro-batch weighs one."""
+
+    num_rows = staticmethod(lambda rank, index: 4)
+    weight = len  # of the outputs that a group had in a window
+
+    @staticmethod
+    def loss(total, count: int):
+        return total
+
+    @staticmethod
+    def backward(micro, loss) -> None:
+        micro.backward(loss)
+
+
+class Sums:
+    """Each number of an output weighs one."""
+
+    num_rows = staticmethod(lambda rank, index: 2 + rank + index)
+    weight = staticmethod(lambda outputs: sum(output.numel() for output in outputs))
+    loss = LossSum
+
+    @staticmethod
+    def backward(micro, loss) -> None:
+        micro.backward(loss.loss, count=loss.count)
+
+
+def by_function(homes, optimizer, losses, loss_of, items: list, even: bool, updated) -> None:
+    step = accumulating(steps=2)(lambda one, two, optimizer, x: loss_of(one, two, x))
+    for i, x in enumerate(items if even else step.over(items)):
+        step(*homes, optimizer, x)
+        if i % 2:
+            updated()
+    step.flush()
+
+
+def by_iterator(homes, optimizer, losses, loss_of, items: list, even: bool, updated) -> None:
+    for micro, x in gradsync.sync_every(homes, 2, items):
+        losses.backward(micro, loss_of(*homes, x))
+        if micro.last:
+            optimizer.step()
+            optimizer.zero_grad()
+            updated()
+
+
+def two_groups(grouped, train, losses, lengths: list[int]) -> Outcome:
     """One step with two models, each averaged over its own group; with sums, each over its own group's counts."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if kind == "the same ranks":
-        groups, members = (dist.group.WORLD, group_of(kind, rank)), ([0, 1], [0, 1])
-    else:
-        groups = group_of(kind, rank)
-        members = ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
+    rank, groups = dist.get_rank(), grouped(dist.get_rank())
     models, twins = (small_model(), layer(3, 2)), (small_model(), layer(3, 2))
-    homes = [DDP(model, process_group=group) for model, group in zip(models, groups)]
+    homes = [DDP(model, process_group=group) for model, (group, _) in zip(models, groups)]
     optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
 
     def data(r: int, i: int) -> torch.Tensor:
-        return micro_batch(r, i, rows=2 + r + i if counts == "sums" else 4)
+        return micro_batch(r, i, rows=losses.num_rows(r, i))
 
     def by_hand() -> list[dict]:
-        trace, longest = [], max(lengths)
-        for start in range(0, longest, 2):
-            for model, group in zip(twins, members):
-                items = [data(r, i) for r in group for i in range(start, min(start + 2, lengths[r]))]
-                if not items:
+        trace = []
+        for start in range(0, max(lengths), 2):
+            for model, (_, members) in zip(twins, groups):
+                outputs = [model(data(r, i)) for r in members for i in range(start, min(start + 2, lengths[r]))]
+                if not outputs:
                     continue
-                total = sum(model(x).square().sum() for x in items)
-                weight = sum(model(x).numel() for x in items) if counts == "sums" else len(items)
-                grads = torch.autograd.grad(total / weight, list(model.parameters()))
+                total = sum(output.square().sum() for output in outputs)
+                grads = torch.autograd.grad(total / losses.weight(outputs), list(model.parameters()))
                 with torch.no_grad():
                     for p, g in zip(model.parameters(), grads):
                         p -= 0.1 * g
@@ -166,30 +208,15 @@ def two_groups(kind: str, how: str, counts: str, lengths: list[int]) -> Outcome:
     def snapshot(both) -> dict:
         return {f"{k}.{n}": p.detach().clone() for k, m in enumerate(both) for n, p in m.named_parameters()}
 
-    def loss(one, two, x):
+    def loss_of(one, two, x):
         a, b = one(x), two(x)
-        total = a.square().sum() + b.square().sum()
-        return LossSum(total, a.numel()) if counts == "sums" else total
+        return losses.loss(a.square().sum() + b.square().sum(), a.numel())
 
     seen = []
-    items = [data(rank, i) for i in range(lengths[rank])]
     even = len(set(lengths)) == 1
     try:
-        if how == "accumulating":
-            step = accumulating(steps=2)(lambda one, two, optimizer, x: loss(one, two, x))
-            for i, x in enumerate(items if even else step.over(items)):
-                step(*homes, optimizer, x)
-                if i % 2:
-                    seen.append(snapshot(models))
-            step.flush()
-        else:
-            for micro, x in gradsync.sync_every(homes, 2, items):
-                value = loss(*homes, x)
-                micro.backward(value.loss, count=value.count) if counts == "sums" else micro.backward(value)
-                if micro.last:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    seen.append(snapshot(models))
+        train(homes, optimizer, losses, loss_of, [data(rank, i) for i in range(lengths[rank])], even,
+              lambda: seen.append(snapshot(models)))  # fmt: skip
         if even:
             compare(seen, by_hand())
         else:
@@ -204,25 +231,31 @@ def two_groups(kind: str, how: str, counts: str, lengths: list[int]) -> Outcome:
 
 
 @pytest.mark.parametrize("lengths", [[4, 4, 4, 4], [4, 2, 4, 4]])
-@pytest.mark.parametrize("counts", ["means", "sums"])
-@pytest.mark.parametrize("how", ["accumulating", "sync_every"])
-@pytest.mark.parametrize("kind", ["the same ranks", "other ranks"])
-def test_two_ddps_of_one_step_on_groups_of_one_size(ranks, kind, how, counts, lengths):
-    size = 2 if kind == "the same ranks" else 4
-    exact_or_error(ranks(size).run(two_groups, kind, how, counts, lengths[:size], limit=LIMIT))
+@pytest.mark.parametrize("losses", [Means, Sums])
+@pytest.mark.parametrize("train", [by_function, by_iterator])
+@pytest.mark.parametrize(("grouped", "size"), [(the_same_ranks, 2), (other_ranks, 4)])
+def test_two_ddps_of_one_step_on_groups_of_one_size(ranks, grouped, size, train, losses, lengths):
+    exact_or_error(ranks(size).run(two_groups, grouped, train, losses, lengths[:size], limit=LIMIT))
 
 
 # -- sync_gradients of a bare model -------------------------------------------------------------------------------
 
 
-def accumulated_alone(how: str) -> Outcome:
+def never_seen(model) -> None:
+    pass
+
+
+def after_a_window(model) -> None:
+    step = accumulating(steps=1)(lambda model, optimizer, x: sum_of_models(model, x))
+    step(model, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch(dist.get_rank(), 0))
+
+
+def accumulated_alone(before) -> Outcome:
     """Backwards by hand on a model that nobody has put on an engine, then one call."""
     rank = dist.get_rank()
     run, twin = Net(), Net()
     for _ in range(2):
-        if how == "after a window":
-            step = accumulating(steps=1)(lambda model, optimizer, x: sum_of_models(model, x))
-            step(run, torch.optim.SGD(run.parameters(), lr=0.0), micro_batch(rank, 0))
+        before(run)
         for i in range(3):
             sum_of_models(run, micro_batch(rank, i)).backward()
         gradsync.sync_gradients(run)
@@ -237,9 +270,9 @@ def accumulated_alone(how: str) -> Outcome:
     return Outcome("exact")
 
 
-@pytest.mark.parametrize("how", ["never seen", "after a window"])
-def test_sync_gradients_of_a_bare_model(ranks, how):
-    exact_or_error(ranks(2).run(accumulated_alone, how, limit=LIMIT), only="exact")
+@pytest.mark.parametrize("before", [never_seen, after_a_window])
+def test_sync_gradients_of_a_bare_model(ranks, before):
+    exact_or_error(ranks(2).run(accumulated_alone, before, limit=LIMIT), only="exact")
 
 
 def some_without() -> Outcome:

@@ -35,14 +35,14 @@ class Sized(Drawn):
         return self.said
 
 
-def ahead(kind: str, length: int, steps: int) -> list[int]:
+def ahead(kind: type[Drawn], length: int, steps: int) -> list[int]:
     """How many items were drawn beyond the one in hand, at each turn of the loop."""
     model = small_model()
     optimizer = Recorder(model.parameters())
     step = accumulating(steps=steps)(lambda model, optimizer, x: mean_loss(model, x))
     rank = my_rank()
     items = [micro_batch(rank, i) for i in range(length)]
-    loader = {"sized": Sized, "not sized": Drawn}[kind](items)
+    loader = kind(items)
     seen = []
     for i, x in enumerate(step.over(loader)):
         seen.append(loader.drawn - i - 1)
@@ -57,7 +57,7 @@ def ahead(kind: str, length: int, steps: int) -> list[int]:
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("length", [1, 3, 7])
 def test_nothing_is_drawn_ahead_where_the_length_is_known(ranks, length, steps, size):
-    for seen in outcomes(ranks, size, ahead, "sized", length, steps):
+    for seen in outcomes(ranks, size, ahead, Sized, length, steps):
         assert set(seen) == {0}
 
 
@@ -65,7 +65,7 @@ def test_nothing_is_drawn_ahead_where_the_length_is_known(ranks, length, steps, 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("length", [1, 3, 7])
 def test_one_item_is_drawn_ahead_where_it_is_not(ranks, length, steps, size):
-    for seen in outcomes(ranks, size, ahead, "not sized", length, steps):
+    for seen in outcomes(ranks, size, ahead, Drawn, length, steps):
         assert set(seen) <= {0, 1}
 
 

@@ -17,25 +17,46 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from gradsync import accumulating
-from tests.changes.rule import LIMIT
+from tests.changes.rule import LIMIT, my_rank, outcomes
 from tests.support.models import small_model
 from tests.support.reference import mean_loss, micro_batch
 
 
-def home_of(kind: str, model: nn.Module) -> nn.Module:
-    if kind == "ddp":
-        return DDP(model)
-    if kind == "fsdp1":
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-    if kind == "fsdp2":
-        fully_shard(model[0])
-        fully_shard(model[2])
-        return fully_shard(model)
-    return model
+# -- models -------------------------------------------------------------------------------------------------------
 
 
-def loss_of(model, x, *_):
-    return mean_loss(model, x)
+def bare() -> nn.Module:
+    return small_model()
+
+
+def ddp() -> nn.Module:
+    return DDP(small_model())
+
+
+def fsdp1() -> nn.Module:
+    return FullyShardedDataParallel(small_model(), device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def fsdp2() -> nn.Module:
+    model = small_model()
+    fully_shard(model[0])
+    fully_shard(model[2])
+    return fully_shard(model)
+
+
+def hsdp_and_tensor_parallel() -> nn.Module:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["replicate", "shard"])
+
+
+MODELS = [bare, ddp, fsdp1, fsdp2]
+
+
+# -- loops: each trains on all batches, and returns what its user might keep of it ------------------------------------
 
 
 class Batch:
@@ -45,6 +66,86 @@ class Batch:
         self.x = x
 
 
+def batches_of(rank: int, length: int) -> list[Batch]:
+    return [Batch(micro_batch(rank, i)) for i in range(length)]
+
+
+def calls(step, model, optimizer, batches, steps=3) -> None:
+    for b in batches:
+        step(model, optimizer, b)
+    step.flush()
+
+
+def over(step, model, optimizer, batches, steps=3) -> None:
+    for b in step.over(batches):
+        step(model, optimizer, b)
+
+
+def over_an_iterator(step, model, optimizer, batches, steps=3) -> None:
+    over(step, model, optimizer, iter(batches))
+
+
+def over_and_break(step, model, optimizer, batches, steps=3) -> None:
+    for index, b in enumerate(step.over(batches)):
+        step(model, optimizer, b)
+        if index == 2:
+            break
+
+
+def update_at_last(micro, optimizer) -> None:
+    if micro.last:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_pairs(pairs, model, optimizer):
+    for micro, b in pairs:
+        micro.backward(mean_loss(model, b.x))
+        update_at_last(micro, optimizer)
+    return micro
+
+
+def sync_every(step, model, optimizer, batches, steps=3):
+    return in_pairs(gradsync.sync_every(model, steps, batches), model, optimizer)
+
+
+def sync_every_an_iterator(step, model, optimizer, batches, steps=3):
+    return sync_every(step, model, optimizer, iter(batches), steps)
+
+
+def sync_every_zipped(step, model, optimizer, batches, steps=3):
+    return in_pairs(zip(gradsync.sync_every(model, steps), batches), model, optimizer)
+
+
+def sync_every_without_batches(step, model, optimizer, batches, steps=3):
+    micro_steps = gradsync.sync_every(model, steps)
+    for b in batches:
+        micro = next(micro_steps)
+        micro.backward(mean_loss(model, b.x))
+        update_at_last(micro, optimizer)
+    micro_steps.close()
+    return micro
+
+
+def sync_every_and_plain_backward(step, model, optimizer, batches, steps=3):
+    for micro, b in gradsync.sync_every(model, steps, batches):
+        mean_loss(model, b.x).backward()
+        update_at_last(micro, optimizer)
+    return micro
+
+
+def sync_every_and_break(step, model, optimizer, batches, steps=3):
+    for micro, b in gradsync.sync_every(model, steps, batches):
+        micro.backward(mean_loss(model, b.x))
+        update_at_last(micro, optimizer)
+        if micro.window:
+            break
+    return micro
+
+
+# -- what is dropped ----------------------------------------------------------------------------------------------
+
+
 def alive(refs: dict[str, weakref.ref]) -> list[str]:
     """The names of what is still there once the collector has been: twice, for what the first round resurrects."""
     gc.collect()
@@ -52,142 +153,103 @@ def alive(refs: dict[str, weakref.ref]) -> list[str]:
     return [name for name, ref in refs.items() if ref() is not None]
 
 
-def by_function(step, kind: str, how: str, lengths: list[int]) -> dict[str, weakref.ref]:
+def refs_of(batches: list[Batch]) -> dict[str, weakref.ref]:
+    refs = {f"batch {i}": weakref.ref(b) for i, b in enumerate(batches)}
+    return refs | {f"tensor of batch {i}": weakref.ref(b.x) for i, b in enumerate(batches)}
+
+
+def function(steps: int):
+    return accumulating(steps=steps)(lambda model, optimizer, b: mean_loss(model, b.x))
+
+
+def by_function(step, make, loop, lengths: list[int]) -> dict[str, weakref.ref]:
     """Everything of a run as weak references; nothing of it is held when this returns."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    model = home_of(kind, small_model())
+    rank = my_rank()
+    model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     refs = {"model": weakref.ref(model), "optimizer": weakref.ref(optimizer)}
     refs |= {f"parameter {n}": weakref.ref(p) for n, p in model.named_parameters()}
-    batches = [Batch(micro_batch(rank, i)) for i in range(lengths[rank])]
-    refs |= {f"batch {i}": weakref.ref(b) for i, b in enumerate(batches)}
-    refs |= {f"tensor of batch {i}": weakref.ref(b.x) for i, b in enumerate(batches)}
-    if how == "over":
-        for b in step.over(batches):
-            step(model, optimizer, b)
-    elif how == "over an iterator":
-        for b in step.over(iter(batches)):
-            step(model, optimizer, b)
-    elif how == "calls":
-        for b in batches:
-            step(model, optimizer, b)
-        step.flush()
-    else:
-        iterable = batches if how == "sync_every with an iterable" else None
-        steps = gradsync.sync_every(model, 3, iterable)
-        for one in steps:
-            micro, b = one if iterable is not None else (one, batches[one.index + 3 * one.window])
-            micro.backward(mean_loss(model, b.x))
-            if micro.last:
-                optimizer.step()
-                optimizer.zero_grad()
-                if iterable is None and micro.window == 1:
-                    break
-        steps.close() if hasattr(steps, "close") else None
+    batches = batches_of(rank, lengths[rank])
+    refs |= refs_of(batches)
+    loop(step, model, optimizer, batches)
     return refs
 
 
-HOWS = ["calls", "over", "over an iterator", "sync_every", "sync_every with an iterable"]
-
-
-def dropped(kind: str, how: str, lengths: list[int]) -> list[str]:
+def dropped(make, loop, lengths: list[int]) -> list[str]:
     """The function lives on; what it was called with is gone."""
-    step = accumulating(steps=3)(lambda model, optimizer, b: mean_loss(model, b.x))
-    before = dist.get_world_size() if dist.is_initialized() else 1
-    refs = by_function(step, kind, how, lengths)
-    left = alive(refs)
-    assert before and step is not None
-    return left
+    step = function(3)
+    return alive(by_function(step, make, loop, lengths))
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("kind", ["bare", "ddp", "fsdp1", "fsdp2"])
-def test_a_dropped_model_is_freed_with_its_optimizer_and_batches(ranks, kind, how):
-    assert ranks(2).run(dropped, kind, how, [6, 6], limit=LIMIT) == [[], []]
+LOOPS = [calls, over, over_an_iterator, sync_every_without_batches, sync_every]
 
 
-@pytest.mark.parametrize("how", ["over", "over an iterator", "sync_every with an iterable"])
-@pytest.mark.parametrize("kind", ["bare", "ddp", "fsdp1", "fsdp2"])
-def test_a_rank_that_ran_out_frees_its_last_batch_too(ranks, kind, how):
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("make", MODELS)
+def test_a_dropped_model_is_freed_with_its_optimizer_and_batches(ranks, make, loop):
+    assert ranks(2).run(dropped, make, loop, [6, 6], limit=LIMIT) == [[], []]
+
+
+@pytest.mark.parametrize("loop", [over, over_an_iterator, sync_every])
+@pytest.mark.parametrize("make", MODELS)
+def test_a_rank_that_ran_out_frees_its_last_batch_too(ranks, make, loop):
     """That is the batch which its replays were made of."""
-    assert ranks(2).run(dropped, kind, how, [7, 2], limit=LIMIT) == [[], []]
+    assert ranks(2).run(dropped, make, loop, [7, 2], limit=LIMIT) == [[], []]
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_on_one_rank_everything_is_freed(how):
-    assert dropped("bare", how, [6]) == []
+@pytest.mark.parametrize("loop", LOOPS)
+def test_on_one_rank_everything_is_freed(loop):
+    assert dropped(bare, loop, [6]) == []
 
 
-def at_once(kind: str, how: str) -> list[str]:
+def at_once(make, loop) -> list[str]:
     """What is still there of a model behind its loops, before a collection."""
+    step, kept = function(3), []
 
-    step = accumulating(steps=3)(lambda model, optimizer, x: mean_loss(model, x))
+    def once() -> list[weakref.ref]:
+        model = make()
+        kept.append(loop(step, model, torch.optim.SGD(model.parameters(), lr=0.1), batches_of(0, 7)))
+        return [weakref.ref(one) for one in (model, *model.parameters())]
 
-    def loop() -> list[weakref.ref]:
-        model = home_of(kind, small_model())
-        refs = [weakref.ref(one) for one in (model, *model.parameters())]
-        if how.startswith("over"):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for index, x in enumerate(step.over(iter(X) if "iterator" in how else X)):
-                step(model, optimizer, x)
-                if "break" in how and index == 2:
-                    break
-            return refs
-        steps = gradsync.sync_every(model, 3)
-        for micro, x in zip(steps, X) if how == "zipped" else gradsync.sync_every(model, 3, iter(X) if how == "iterator" else X):
-            mean_loss(model, x).backward() if how == "plain" else micro.backward(mean_loss(model, x))
-            if micro.last:
-                model.zero_grad()
-            if how == "break" and micro.window:
-                break
-        kept.append(micro)
-        return refs
-
-    kept: list = []
-    loop()  # what torch imports at first may keep some frames
+    once()  # what torch imports at first may keep some frames
     gc.collect()
     gc.disable()
     try:
-        return [type(left).__name__ for ref in loop() if (left := ref()) is not None]
+        return [type(left).__name__ for ref in once() if (left := ref()) is not None]
     finally:
         gc.enable()
 
 
-X = [micro_batch(0, i) for i in range(7)]
-
-
-HOWS = ["sized", "iterator", "zipped", "plain", "break", "over", "over, iterator", "over, break"]
-
-
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize(("kind", "size"), [("bare", 1), ("bare", 2), ("ddp", 2)])
-def test_a_loop_leaves_no_cycles_with_the_model_in_them(ranks, kind, size, how):
+@pytest.mark.parametrize("loop", [
+    sync_every, sync_every_an_iterator, sync_every_zipped, sync_every_and_plain_backward, sync_every_and_break,
+    over, over_an_iterator, over_and_break,
+])  # fmt: skip
+@pytest.mark.parametrize(("make", "size"), [(bare, 1), (bare, 2), (ddp, 2)])
+def test_a_loop_leaves_no_cycles_with_the_model_in_them(ranks, make, size, loop):
     """Parameters that wait for a collection are memory that the next model does not have."""
-    assert ranks(size).run(at_once, kind, how) == [[]] * size
+    assert ranks(size).run(at_once, make, loop) == [[]] * size
 
 
-def last_batch(kind: str) -> list[str]:
+def last_batch(make) -> list[str]:
     """The model lives on; the batches of a loop that has ended do not."""
-    rank = dist.get_rank()
-    model = home_of(kind, small_model())
+    rank, model, step = my_rank(), make(), function(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = accumulating(steps=3)(lambda model, optimizer, b: mean_loss(model, b.x))
 
     def loop(length: int) -> dict[str, weakref.ref]:
-        batches = [Batch(micro_batch(rank, i)) for i in range(length)]
-        refs = {f"batch {i}": weakref.ref(b) for i, b in enumerate(batches)}
-        refs |= {f"tensor {i}": weakref.ref(b.x) for i, b in enumerate(batches)}
-        for b in step.over(batches):
-            step(model, optimizer, b)
-        return refs
+        batches = batches_of(rank, length)
+        over(step, model, optimizer, batches)
+        return refs_of(batches)
 
     left = alive(loop([6, 6][rank]))
     return left + alive(loop([7, 2][rank]))
 
 
-@pytest.mark.parametrize("kind", ["bare", "ddp", "fsdp1", "fsdp2"])
-def test_the_last_batch_is_freed_with_its_loop(ranks, kind):
-    assert ranks(2).run(last_batch, kind, limit=LIMIT) == [[], []]
+@pytest.mark.parametrize("make", MODELS)
+def test_the_last_batch_is_freed_with_its_loop(ranks, make):
+    assert ranks(2).run(last_batch, make, limit=LIMIT) == [[], []]
+
+
+# -- what is used for long ----------------------------------------------------------------------------------------
 
 
 def hooks_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, int]:
@@ -205,25 +267,16 @@ def hooks_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, in
     return found
 
 
-def fifty_functions(kind: str, how: str) -> list:
+def fifty_functions(make, loop) -> list:
     """A function defined in each epoch, all on one model and optimizer."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    model = home_of(kind, small_model())
+    rank, model = my_rank(), make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     counts, functions = [], []
     for epoch in range(50):
-        if how == "accumulating":
-            step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
-            for x in step.over([micro_batch(rank, i) for i in range(2)]):
-                step(model, optimizer, x)
-            functions.append(weakref.ref(step))
-            del step
-        else:
-            for micro, x in gradsync.sync_every(model, 2, [micro_batch(rank, i) for i in range(2)]):
-                micro.backward(mean_loss(model, x))
-                if micro.last:
-                    optimizer.step()
-                    optimizer.zero_grad()
+        step = function(2)
+        loop(step, model, optimizer, batches_of(rank, 2), 2)
+        functions.append(weakref.ref(step))
+        del step
         if epoch in {1, 49}:
             gc.collect()
             counts.append(hooks_of(optimizer, model))
@@ -231,30 +284,28 @@ def fifty_functions(kind: str, how: str) -> list:
     return [key for key in counts[1] if counts[1][key] > counts[0].get(key, 0)]
 
 
-@pytest.mark.parametrize("how", ["accumulating", "sync_every"])
-@pytest.mark.parametrize("kind", ["bare", "ddp", "fsdp2"])
-def test_functions_that_die_leave_no_hooks(ranks, kind, how):
-    assert ranks(2).run(fifty_functions, kind, how, limit=LIMIT) == [[], []]
-    if kind == "bare":
-        assert fifty_functions(kind, how) == []
+@pytest.mark.parametrize("loop", [over, sync_every])
+@pytest.mark.parametrize(("make", "size"), [(bare, 1), (bare, 2), (ddp, 2), (fsdp2, 2)])
+def test_functions_that_die_leave_no_hooks(ranks, make, size, loop):
+    assert outcomes(ranks, size, fifty_functions, make, loop) == [[]] * size
 
 
-def no_function_left(kind: str) -> dict[str, int]:
+def no_function_left(make) -> dict[str, int]:
     """One function that has died leaves its optimizer as it was found."""
-    model = home_of(kind, small_model())
+    model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = {key: n for key, n in hooks_of(optimizer, nn.Module()).items() if n}
-    step = accumulating(steps=1)(lambda model, optimizer, x: mean_loss(model, x))
-    step(model, optimizer, micro_batch(0, 0))
+    step = function(1)
+    step(model, optimizer, Batch(micro_batch(0, 0)))
     del step
     gc.collect()
     return {key: n for key, n in hooks_of(optimizer, nn.Module()).items() if n - before.get(key, 0)}
 
 
 def test_a_function_that_died_leaves_nothing_on_the_optimizer(ranks):
-    assert no_function_left("bare") == {}
-    for kind in ("bare", "ddp", "fsdp2"):
-        assert ranks(2).run(no_function_left, kind, limit=LIMIT) == [{}, {}]
+    assert no_function_left(bare) == {}
+    for make in (bare, ddp, fsdp2):
+        assert ranks(2).run(no_function_left, make, limit=LIMIT) == [{}, {}]
 
 
 def resources() -> dict[str, int]:
@@ -267,61 +318,39 @@ def resources() -> dict[str, int]:
     }
 
 
-def many_epochs(kind: str, how: str, epochs: int) -> dict[str, int]:
-    """What the last epochs have added to what the first ones made."""
-    rank = dist.get_rank()
-    model = small_model()
-    if kind == "hsdp x tp":
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        model = fully_shard(model, mesh=mesh["replicate", "shard"])
-        rank //= 2
-    else:
-        model = home_of(kind, model)
+def many_epochs(make, loop, epochs: int, sharing: int = 1) -> dict[str, int]:
+    """What the last epochs have added to what the first ones made; so many ranks are `sharing` their batches."""
+    rank, model, step = my_rank() // sharing, make(), function(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
     first: dict[str, int] = {}
     for epoch in range(epochs):
-        items = [micro_batch(rank, i) for i in range(3)]
-        if how == "sync_every":
-            for micro, x in gradsync.sync_every(model, 2, items):
-                micro.backward(mean_loss(model, x))
-                if micro.last:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        else:
-            for x in step.over(items if how == "over" else iter(items)):
-                step(model, optimizer, x)
+        loop(step, model, optimizer, batches_of(rank, 3), 2)
         if epoch == 2:
             first = resources()
     last = resources()
     return {key: last[key] - first[key] for key in last if last[key] > first[key]}
 
 
-@pytest.mark.parametrize("how", ["sync_every", "over", "over an iterator"])
-@pytest.mark.parametrize("kind", ["bare", "ddp", "fsdp1", "fsdp2"])
-def test_an_epoch_more_makes_no_process_group_thread_or_descriptor(ranks, kind, how):
-    assert ranks(2).run(many_epochs, kind, how, 8, limit=LIMIT) == [{}, {}]
+@pytest.mark.parametrize("loop", [sync_every, over, over_an_iterator])
+@pytest.mark.parametrize("make", MODELS)
+def test_an_epoch_more_makes_no_process_group_thread_or_descriptor(ranks, make, loop):
+    assert ranks(2).run(many_epochs, make, loop, 8, limit=LIMIT) == [{}, {}]
 
 
-@pytest.mark.parametrize("how", ["sync_every", "over"])
-def test_an_epoch_more_with_hsdp_and_tensor_parallel(ranks, how):
-    assert ranks(4).run(many_epochs, "hsdp x tp", how, 6, limit=30) == [{}] * 4
+@pytest.mark.parametrize("loop", [sync_every, over])
+def test_an_epoch_more_with_hsdp_and_tensor_parallel(ranks, loop):
+    assert ranks(4).run(many_epochs, hsdp_and_tensor_parallel, loop, 6, 2, limit=30) == [{}] * 4
 
 
 def groups_of_models(count: int) -> dict[str, int]:
     """Models that come and go: what was made for the dead is not kept."""
-    rank = dist.get_rank()
+    rank = my_rank()
     first: dict[str, int] = {}
     for number in range(count):
         model = small_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
-        for x in step.over(iter([micro_batch(rank, i) for i in range(3)])):
-            step(model, optimizer, x)
+        step = function(2)
+        over_an_iterator(step, model, optimizer, batches_of(rank, 3))
         del model, optimizer, step
         if number == 2:
             first = resources()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from itertools import product
 
 import pytest
@@ -67,7 +68,28 @@ def test_what_no_call_sees_is_no_change(ranks):
     hold(ranks, 2, toggled_between_calls, product(HOWS[::2], WRAPS, [1, 3]), only="exact")
 
 
-def gan(wrap: str, toggles: str, steps: int) -> Outcome:
+@contextmanager
+def no_toggles(mine, other, g_trains: bool):
+    yield
+
+
+@contextmanager
+def both(mine, other, g_trains: bool):
+    """One is on, the other off."""
+    mine.requires_grad_(True)
+    other.requires_grad_(False)
+    yield
+
+
+@contextmanager
+def d_off_and_on(mine, other, g_trains: bool):
+    """D is off while G trains."""
+    other.requires_grad_(not g_trains)
+    yield
+    other.requires_grad_(True)
+
+
+def gan(wrap: str, toggles, steps: int) -> Outcome:
     """Two functions in turn, each call toggling the halves, as the tutorials do: two windows are open at a time."""
     seen, right = [], []
     for ours in (False, True):
@@ -87,15 +109,11 @@ def gan(wrap: str, toggles: str, steps: int) -> Outcome:
         held = {False: [], True: []}
         for i in range(3 * steps):
             for turn, (mine, other, optimizer) in enumerate([(d, g, od), (g, d, og)]):
-                if toggles == "both":
-                    mine.requires_grad_(True)
-                    other.requires_grad_(False)
-                elif toggles == "d off and on" and turn == 1:
-                    d.requires_grad_(False)
                 loss = (d_loss, g_loss)[turn]
-                if ours:
-                    (d_step, g_step)[turn](*homes, optimizer, micro_batch(my_rank(), i))
-                else:
+                with toggles(mine, other, mine is g):
+                    if ours:
+                        (d_step, g_step)[turn](*homes, optimizer, micro_batch(my_rank(), i))
+                        continue
                     parameters = list(mine.parameters())
                     for rank in range(world_size()):
                         total = loss(g, d, micro_batch(rank, i)) / (world_size() * steps)
@@ -106,8 +124,6 @@ def gan(wrap: str, toggles: str, steps: int) -> Outcome:
                         held[bool(turn)].clear()
                         optimizer.step()
                         optimizer.zero_grad()
-                if toggles == "d off and on" and turn == 1:
-                    d.requires_grad_(True)
             if i % steps == steps - 1:
                 snapshot = {n: p.detach().clone() for m in (g, d) for n, p in m.named_parameters()}
                 (seen if ours else right).append(snapshot)
@@ -118,15 +134,26 @@ def gan(wrap: str, toggles: str, steps: int) -> Outcome:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_gan_that_toggles_requires_grad_between_calls(ranks, size):
     """What every GAN loop does: no change of participants, bare or on DDP."""
-    hold(ranks, size, gan, product(WRAPS, ["none", "both", "d off and on"], [1, 3]), only="exact")
+    hold(ranks, size, gan, product(WRAPS, [no_toggles, both, d_off_and_on], [1, 3]), only="exact")
 
 
 # -- reset, exceptions and the state see what is there now --------------------------------------------------------
 
 
-def after_an_edit(name: str, wrap: str, what: str) -> Outcome:
+def reset(run: Run) -> None:
+    run._step.reset()
+
+
+def exception(run: Run) -> None:
+    loss, run.loss = run.loss, None
+    try:
+        run.micro()
+    except TypeError:
+        run.loss = loss
+
+
+def after_an_edit(name: str, wrap: str, give_up) -> Outcome:
     """Half a window after the edit is given up; nothing of it stays, and the next window is exact."""
-    dropped = {}
 
     def story(run: Run) -> None:
         run.train(1)
@@ -135,18 +162,10 @@ def after_an_edit(name: str, wrap: str, what: str) -> Outcome:
         if run.how != "reference":  # the reference never has the half window
             before = run.drawn
             run.micro()
-            if what == "reset":
-                run._step.reset()
-            else:
-                loss, run.loss = run.loss, None
-                try:
-                    run.micro()
-                except TypeError:
-                    run.loss = loss
+            give_up(run)
             left = [n for n, p in run.tracked().items() if p.grad is not None]
-            assert not left, f"{what} left gradients of {left}"
+            assert not left, f"{give_up.__name__} left gradients of {left}"
             run.drawn = before
-            dropped[what] = True
         run.train(2)
 
     return told(story, "accumulating", wrap, 3)
@@ -155,10 +174,10 @@ def after_an_edit(name: str, wrap: str, what: str) -> Outcome:
 AFTER = ["new_head", "appended_layer", "assigned", "frozen_and_back", "weight_norm"]
 
 
-@pytest.mark.parametrize("what", ["reset", "exception"])
-def test_reset_and_exceptions_know_the_parameters_of_now(ranks, what):
-    hold(ranks, 2, after_an_edit, product(AFTER, WRAPS, [what]))
-    hold(ranks, 1, after_an_edit, product(AFTER[:4], ["bare"], [what]), only="exact")
+@pytest.mark.parametrize("give_up", [reset, exception])
+def test_reset_and_exceptions_know_the_parameters_of_now(ranks, give_up):
+    hold(ranks, 2, after_an_edit, product(AFTER, WRAPS, [give_up]))
+    hold(ranks, 1, after_an_edit, product(AFTER[:4], ["bare"], [give_up]), only="exact")
 
 
 def saved_after_an_edit(name: str, wrap: str) -> Outcome:

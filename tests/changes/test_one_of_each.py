@@ -12,13 +12,13 @@ from tests.changes import (
     test_middle_of_shards,
     test_outside,
     test_resume_ranks,
+    test_schedulers,
 )
 from tests.changes.edits import BY_NAME, HOWS, WRAPS
 from tests.changes.rule import LIMIT, exact_or_error
 from tests.changes.test_edits import edited, edited_on_one_rank, edited_twice
 from tests.changes.test_groups import stores  # noqa: F401 - a fixture
 from tests.changes.test_joining import JOINING, SHARED, joining, shared
-from tests.changes.test_schedulers import accelerates_scheduler, prepared, updates_seen
 from tests.changes.together import each, hold
 
 
@@ -45,7 +45,7 @@ def test_an_edit_in_the_middle_of_a_window(ranks):
     cases += [("assigned", "accumulating", wrap, 1) for wrap in WRAPS]
     hold(ranks, 2, test_middle.edited_in_the_middle, cases, says="window|middle", only="error")
     hold(ranks, 2, test_middle.edited_in_the_middle, [("new_head", "sync_every", "bare", 1), ("frozen", "sync_every", "ddp", 1)])
-    hold(ranks, 2, test_middle.gan, [("bare", "both", 3), ("ddp", "d off and on", 1)], only="exact")
+    hold(ranks, 2, test_middle.gan, [("bare", test_middle.both, 3), ("ddp", test_middle.d_off_and_on, 1)], only="exact")
 
 
 def test_an_edit_of_shards_in_the_middle_of_a_window(ranks):
@@ -63,7 +63,8 @@ def test_an_edit_of_shards_in_the_middle_of_a_window(ranks):
 
 
 def test_reset_exceptions_and_states_after_an_edit(ranks):
-    cases = [(name, WRAPS[place % 2], ("reset", "exception")[place // 2 % 2]) for place, name in enumerate(test_middle.AFTER)]
+    give_ups = (test_middle.reset, test_middle.exception)
+    cases = [(name, WRAPS[place % 2], give_ups[place // 2 % 2]) for place, name in enumerate(test_middle.AFTER)]
     hold(ranks, 2, test_middle.after_an_edit, cases)
     hold(ranks, 2, test_middle.saved_after_an_edit, [(name, WRAPS[place % 2]) for place, name in enumerate(test_middle.AFTER)])
 
@@ -87,38 +88,38 @@ def test_groups_that_come_and_go(ranks, stores):  # noqa: F811
     run = ranks(2).run
     exact_or_error(run(test_groups.alone_first, stores[:], "accumulating", "bare", 3, limit=LIMIT), only="exact")
     exact_or_error(run(test_groups.with_process_group, test_groups.free_ports(6), "sync_every anew", limit=LIMIT), only="exact")
-    for wrap, anew in (("bare", False), ("ddp", False)):
-        told = run(test_groups.a_second_group, [f"{one}-{wrap}" for one in stores], "accumulating", wrap, 3, anew, limit=LIMIT)
-        exact_or_error(told, only="error" if wrap == "ddp" else "exact")
+    for wrap, only in (("bare", "exact"), ("ddp", "error")):
+        told = run(test_groups.a_second_group, [f"{one}-{wrap}" for one in stores], "accumulating", wrap, 3, False, limit=LIMIT)
+        exact_or_error(told, only=only)
 
 
 def test_two_groups_of_one_size_and_bare_sync_gradients(ranks):
-    hold(ranks, 2, test_groups.two_groups, [("the same ranks", "accumulating", "sums", [4, 2])])
-    hold(ranks, 2, test_groups.accumulated_alone, [("never seen",), ("after a window",)], only="exact")
-    hold(ranks, 2, test_groups.some_without, [()])
+    groups = test_groups
+    hold(ranks, 2, groups.two_groups, [(groups.the_same_ranks, groups.by_function, groups.Sums, [4, 2])])
+    hold(ranks, 2, groups.accumulated_alone, [(groups.never_seen,), (groups.after_a_window,)], only="exact")
+    hold(ranks, 2, groups.some_without, [()])
 
 
 def test_another_ranks_state(ranks):
-    def check(said, wrap, held, whose, when):
-        if whose == "its own" or not held:
-            assert said == ["", ""], said
-        else:
-            assert "rank" in said[1] and len(said[1].split()) > 8, said
+    states = test_resume_ranks
 
-    each(ranks, 2, test_resume_ranks.interrupted, [
-        ("bare", 1, "its own", "before a call"), ("ddp", 2, "its own", "after a call"), ("bare", 1, "rank 0's", "before a call"),
-        ("ddp", 1, "the next rank's", "after a call"), ("bare", 0, "rank 0's", "after a call"),
-    ], check)  # fmt: skip
-    edited_since = [("head", "before a call"), ("fewer layers", "after a call")]
-    hold(ranks, 2, test_resume_ranks.edited_since, edited_since, only="error")
-    hold(ranks, 2, test_resume_ranks.counts_travel_with_the_state, [()], only="exact")
+    def nothing(said, *_):
+        assert said == ["", ""], said
+
+    def refused(said, *_):
+        assert "rank" in said[1] and len(said[1].split()) > 8, said
+
+    each(ranks, 2, states.interrupted, [
+        ("bare", 1, states.its_own, False), ("ddp", 2, states.its_own, True), ("bare", 0, states.rank_0s, True)], nothing)  # fmt: skip
+    each(ranks, 2, states.interrupted, [("bare", 1, states.rank_0s, False), ("ddp", 1, states.the_next_ranks, True)], refused)
+    hold(ranks, 2, states.edited_since, [(states.another_head, False), (states.fewer_layers, True)], only="error")
+    hold(ranks, 2, states.counts_travel_with_the_state, [()], only="exact")
 
 
 def test_what_over_draws(ranks):
-    def drawn(seen, kind, *_):
-        assert all(set(one) <= ({0} if kind == "sized" else {0, 1}) for one in seen), seen
-
-    each(ranks, 2, test_iterables.ahead, [("sized", 7, 3), ("not sized", 7, 3)], drawn)
+    for kind, drawn_ahead in ((test_iterables.Sized, {0}), (test_iterables.Drawn, {0, 1})):
+        for one in ranks(2).run(test_iterables.ahead, kind, 7, 3, limit=LIMIT):
+            assert set(one) <= drawn_ahead
 
     def check(seen, lengths, said, _):
         for (calls, error), length, most in zip(seen, lengths, said):
@@ -129,13 +130,15 @@ def test_what_over_draws(ranks):
 
 
 def test_others_optimizers_and_schedulers(ranks):
-    hold(ranks, 2, prepared, [("accelerate", "both", 3), ("fabric", "both", 3), ("accelerate", "optimizer", 1)], only="exact")
-    for by_hand, ours in ranks(2).run(accelerates_scheduler, limit=20):
+    theirs = test_schedulers
+    cases = [(theirs.accelerate, theirs.both, 3), (theirs.lightning, theirs.both, 3), (theirs.accelerate, theirs.optimizer_alone, 1)]
+    hold(ranks, 2, theirs.prepared, cases, only="exact")
+    for by_hand, ours in ranks(2).run(theirs.accelerates_scheduler, limit=20):
         assert ours == pytest.approx(by_hand) and ours[2] < 0.1
 
 
 def test_on_update_of_a_rank_that_has_run_out(ranks):
-    for one in ranks(2).run(updates_seen, [9, 2], "sized", "bare", limit=20):
+    for one in ranks(2).run(test_schedulers.updates_seen, [9, 2], list, "bare", limit=20):
         assert one["updates"] == 3 and one["told"] == [(n + 1, n + 1, True) for n in range(3)]
 
 
@@ -143,17 +146,22 @@ def test_what_is_dropped_is_freed(ranks):
     def nothing(left, *_):
         assert left == [[], []], left
 
-    cases = [(kind, how, [7, 2] if "over" in how else [6, 6]) for kind, how in (
-        ("bare", "over"), ("ddp", "sync_every"), ("fsdp1", "over"), ("fsdp2", "over"), ("fsdp2", "sync_every"))]  # fmt: skip
-    each(ranks, 2, test_leaks.dropped, cases, nothing)
-    each(ranks, 2, test_leaks.last_batch, [("fsdp2",), ("bare",)], nothing)
-    each(ranks, 2, test_leaks.at_once, [("bare", "over"), ("ddp", "sized")], nothing)
+    leaks = test_leaks
+    cases = [
+        (leaks.bare, leaks.over, [7, 2]), (leaks.ddp, leaks.sync_every_without_batches, [6, 6]),
+        (leaks.fsdp1, leaks.over, [7, 2]), (leaks.fsdp2, leaks.over, [7, 2]),
+        (leaks.fsdp2, leaks.sync_every_without_batches, [6, 6]),
+    ]  # fmt: skip
+    each(ranks, 2, leaks.dropped, cases, nothing)
+    each(ranks, 2, leaks.last_batch, [(leaks.fsdp2,), (leaks.bare,)], nothing)
+    each(ranks, 2, leaks.at_once, [(leaks.bare, leaks.over), (leaks.ddp, leaks.sync_every)], nothing)
 
 
 def test_what_is_used_for_long_grows_by_nothing(ranks):
     def nothing(more, *_):
         assert more == [{}, {}], more
 
-    each(ranks, 2, test_leaks.many_epochs, [("bare", "sync_every", 8), ("fsdp2", "over", 6)], nothing)
-    each(ranks, 2, test_leaks.no_function_left, [("bare",)], nothing)
-    each(ranks, 2, test_leaks.groups_of_models, [(6,)], nothing)
+    leaks = test_leaks
+    each(ranks, 2, leaks.many_epochs, [(leaks.bare, leaks.sync_every, 8), (leaks.fsdp2, leaks.over, 6)], nothing)
+    each(ranks, 2, leaks.no_function_left, [(leaks.bare,)], nothing)
+    each(ranks, 2, leaks.groups_of_models, [(6,)], nothing)

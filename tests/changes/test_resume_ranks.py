@@ -21,23 +21,31 @@ def through_a_file(state: dict) -> dict:
     return torch.load(file, weights_only=True)
 
 
-def interrupted(wrap: str, held: int, whose: str, when: str) -> str:
-    """Saved in a window, loaded in another run: each rank its own state, or all of them rank 0's; what was said."""
-    rank, size = my_rank(), dist.get_world_size()
+def its_own(state: dict) -> dict:
+    return state
+
+
+def everybodys(state: dict) -> list[dict]:
+    states = [None] * dist.get_world_size()
+    dist.all_gather_object(states, state)
+    return states
+
+
+def rank_0s(state: dict) -> dict:
+    return everybodys(state)[0]
+
+
+def the_next_ranks(state: dict) -> dict:
+    return everybodys(state)[(my_rank() + 1) % dist.get_world_size()]
+
+
+def interrupted(wrap: str, held: int, whose, called: bool) -> str:
+    """Saved in a window, loaded in another run, which may have been called: a state of `whose`; what was said."""
     one = Run("accumulating", wrap, STEPS)
     one.train(1)
     for _ in range(held):
         one.micro()
-    state = one._step.state_dict()
-    if whose == "rank 0's":
-        states = [None] * size
-        dist.all_gather_object(states, state)
-        state = states[0]
-    elif whose == "the next rank's":
-        states = [None] * size
-        dist.all_gather_object(states, state)
-        state = states[(rank + 1) % size]
-    state = through_a_file(state)
+    state = through_a_file(whose(one._step.state_dict()))
     weights = {k: v.clone() for k, v in one.model.state_dict().items()}
     one._step.reset()
     two = Run("accumulating", wrap, STEPS)
@@ -46,13 +54,13 @@ def interrupted(wrap: str, held: int, whose: str, when: str) -> str:
     reference.train(3)
     said = ""
     try:
-        if when == "after a call":
+        if called:
             two.micro()
             two._step.reset()
             two.drawn = one.drawn
         two.model.load_state_dict(weights)
         two._step.load_state_dict(state)
-        if held and whose != "its own":
+        if held and whose is not its_own:
             two.micro()  # it is held: who may go on waits for nobody
             two._step.reset()
             return said
@@ -67,31 +75,46 @@ def interrupted(wrap: str, held: int, whose: str, when: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("when", ["before a call", "after a call"])
+called_or_not = pytest.mark.parametrize("called", [False, True], ids=["before a call", "after a call"])
+
+
+@called_or_not
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 @pytest.mark.parametrize("held", [1, 2])
-def test_each_ranks_own_state_resumes_exactly(ranks, wrap, held, when):
-    assert ranks(2).run(interrupted, wrap, held, "its own", when, limit=LIMIT) == ["", ""]
+def test_each_ranks_own_state_resumes_exactly(ranks, wrap, held, called):
+    assert ranks(2).run(interrupted, wrap, held, its_own, called, limit=LIMIT) == ["", ""]
 
 
-@pytest.mark.parametrize("when", ["before a call", "after a call"])
-@pytest.mark.parametrize("whose", ["rank 0's", "the next rank's"])
+@called_or_not
+@pytest.mark.parametrize(("whose", "refusing"), [(rank_0s, [1]), (the_next_ranks, [0, 1])])
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
-def test_another_ranks_held_gradients_are_an_error(ranks, wrap, whose, when):
+def test_another_ranks_held_gradients_are_an_error(ranks, wrap, whose, refusing, called):
     """Not everybody gets rank 0's gradients: as they are loaded, or at the next call, before anything travels."""
-    said = ranks(2).run(interrupted, wrap, 1, whose, when, limit=LIMIT)
-    for rank in [1] if whose == "rank 0's" else [0, 1]:
+    said = ranks(2).run(interrupted, wrap, 1, whose, called, limit=LIMIT)
+    for rank in refusing:
         assert "rank" in said[rank] and len(said[rank].split()) > 8, said
 
 
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
-@pytest.mark.parametrize("when", ["before a call", "after a call"])
-def test_a_state_between_windows_is_anybodys(ranks, wrap, when):
+@called_or_not
+def test_a_state_between_windows_is_anybodys(ranks, wrap, called):
     """What rank 0 saves at an epoch's end, everybody may load: there are no gradients in it."""
-    assert ranks(2).run(interrupted, wrap, 0, "rank 0's", when, limit=LIMIT) == ["", ""]
+    assert ranks(2).run(interrupted, wrap, 0, rank_0s, called, limit=LIMIT) == ["", ""]
 
 
-def edited_since(edit: str, when: str) -> Outcome:
+def another_head(model) -> None:
+    model.head = layer(5, 3)
+
+
+def fewer_layers(model) -> None:
+    del model.body[2]
+
+
+def more_layers(model) -> None:
+    model.body.append(layer(5, 5))
+
+
+def edited_since(edit, called: bool) -> Outcome:
     """The state's gradients are for parameters that the model of now does not have, or has in another shape."""
     one = Run("accumulating", "bare", STEPS)
     one.train(1)
@@ -99,16 +122,8 @@ def edited_since(edit: str, when: str) -> Outcome:
     state = through_a_file(one._step.state_dict())
     one._step.reset()
     two = Run("accumulating", "bare", STEPS)
-    if when == "after a call":
-        two.train(1)
-    if edit == "head":
-        two.model.head = layer(5, 3)
-    elif edit == "fewer layers":
-        del two.model.body[2]
-    elif edit == "dtype":
-        two.model.float()
-    elif edit == "more layers":
-        two.model.body.append(layer(5, 5))
+    two.train(int(called))
+    edit(two.model)
     two.optimizer = two.sgd(two.model)
     try:
         two._step.load_state_dict(state)
@@ -120,14 +135,14 @@ def edited_since(edit: str, when: str) -> Outcome:
         return Outcome("error", str(error))
     except Exception as error:  # noqa: BLE001
         return Outcome("foreign", repr(error))
-    return Outcome("exact" if edit == "more layers" else "off", "a state of another model was taken")
+    return Outcome("exact", "a state of another model was taken")
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("when", ["before a call", "after a call"])
-@pytest.mark.parametrize("edit", ["head", "fewer layers", "more layers"])
-def test_a_state_of_another_model(ranks, edit, when, size):
-    exact_or_error(outcomes(ranks, size, edited_since, edit, when), only="" if edit == "more layers" else "error")
+@called_or_not
+@pytest.mark.parametrize(("edit", "only"), [(another_head, "error"), (fewer_layers, "error"), (more_layers, "")])
+def test_a_state_of_another_model(ranks, edit, only, called, size):
+    exact_or_error(outcomes(ranks, size, edited_since, edit, called), only=only)
 
 
 def counts_travel_with_the_state() -> Outcome:

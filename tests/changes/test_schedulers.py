@@ -200,20 +200,36 @@ def fabric():
     return made
 
 
-def prepared(maker: str, what: str, steps: int) -> Outcome:
+def accelerate() -> tuple:
+    """What prepares a model, perhaps with its optimizer, and what prepares an optimizer alone."""
+    with_it = accelerator()
+    return with_it.prepare, with_it.prepare
+
+
+def lightning() -> tuple:
+    with_it = fabric()
+    return with_it.setup, with_it.setup_optimizers
+
+
+def optimizer_alone(run: Run, _, prepare_optimizer) -> None:
+    run.optimizer = prepare_optimizer(run.optimizer)
+
+
+def model_alone(run: Run, prepare, _) -> None:
+    run.models = [prepare(run.model)]
+
+
+def both(run: Run, prepare, _) -> None:
+    model, run.optimizer = prepare(run.model, run.optimizer)
+    run.models = [model]
+
+
+def prepared(maker, prepare, steps: int) -> Outcome:
     """Their models, optimizers or both in the decorated function: exact."""
 
     def story(run: Run) -> None:
         if run.how != "reference":
-            with_them = accelerator() if maker == "accelerate" else fabric()
-            prepare = with_them.prepare if maker == "accelerate" else with_them.setup
-            if what == "optimizer":
-                run.optimizer = (with_them.prepare if maker == "accelerate" else with_them.setup_optimizers)(run.optimizer)
-            elif what == "model":
-                run.models = [prepare(run.model)]
-            else:
-                model, run.optimizer = prepare(run.model, run.optimizer)
-                run.models = [model]
+            prepare(run, *maker())
         names = dict(run.model.named_parameters())
         run.tracked = lambda: names
         run.train(3)
@@ -222,11 +238,11 @@ def prepared(maker: str, what: str, steps: int) -> Outcome:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("what", ["optimizer", "model", "both"])
-@pytest.mark.parametrize("maker", ["accelerate", "fabric"])
-def test_wrapped_models_and_optimizers_work(ranks, maker, what, steps):
+@pytest.mark.parametrize("prepare", [optimizer_alone, model_alone, both])
+@pytest.mark.parametrize("maker", [accelerate, lightning])
+def test_wrapped_models_and_optimizers_work(ranks, maker, prepare, steps):
     for size in (1, 2):
-        exact_or_error(ranks(size).run(prepared, maker, what, steps, limit=20), only="exact")
+        exact_or_error(ranks(size).run(prepared, maker, prepare, steps, limit=20), only="exact")
 
 
 def accelerates_scheduler() -> tuple[list[float], list[float]]:
@@ -261,7 +277,7 @@ def test_accelerates_scheduler_moves_as_by_hand(ranks):
 # -- on_update ----------------------------------------------------------------------------------------------------
 
 
-def updates_seen(lengths: list[int], how: str, wrap: str) -> dict:
+def updates_seen(lengths: list[int], data, wrap: str) -> dict:
     """An EMA and a learning rate of the user's own, made in `on_update`; ranks of different lengths."""
     run = Run("accumulating", wrap, 3)
     ema = [p.detach().clone() for p in run.model.parameters()]
@@ -281,8 +297,7 @@ def updates_seen(lengths: list[int], how: str, wrap: str) -> dict:
 
     rank = my_rank()
     home = run._home(run.model)
-    items = [micro_batch(rank, i) for i in range(lengths[rank])]
-    for x in train_step.over(items if how == "sized" else iter(items)):
+    for x in train_step.over(data([micro_batch(rank, i) for i in range(lengths[rank])])):
         between.append(1)
         train_step(home, run.optimizer, x)
     return {
@@ -295,11 +310,11 @@ def updates_seen(lengths: list[int], how: str, wrap: str) -> dict:
     }
 
 
-@pytest.mark.parametrize("how", ["sized", "not sized"])
+@pytest.mark.parametrize("data", [list, iter], ids=["sized", "not sized"])
 @pytest.mark.parametrize("wrap", ["bare", "ddp"])
 @pytest.mark.parametrize("lengths", [[9, 9], [9, 2], [3, 7], [4, 8]])
-def test_on_update_is_called_on_every_rank_after_each_update(ranks, lengths, wrap, how):
-    seen = ranks(2).run(updates_seen, lengths, how, wrap, limit=20)
+def test_on_update_is_called_on_every_rank_after_each_update(ranks, lengths, wrap, data):
+    seen = ranks(2).run(updates_seen, lengths, data, wrap, limit=20)
     windows = -(-max(lengths) // 3)
     for one in seen:
         assert one["told"] == [(n + 1, n + 1, True) for n in range(windows)]

@@ -72,38 +72,66 @@ def test_a_body_that_runs_backward(when):
         step(model, optimizer, when)
 
 
-@pytest.mark.parametrize("when", [0, 1])
-@pytest.mark.parametrize("where", ["body", "between"])
-def test_somebody_else_steps_the_optimizer(when, where):
+def in_the_body(step, model, optimizer, meddle) -> None:
+    """A call in whose body somebody meddles."""
+    step(model, optimizer, meddle)
+
+
+def between(step, model, optimizer, meddle) -> None:
+    meddle()
+    step(model, optimizer)
+
+
+def meddled(model, optimizer, meddle=lambda: None):
+    meddle()
+    return mean_loss(model, X)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_body_steps_the_optimizer(at):
     _, model, optimizer = made()
-
-    @accumulating(steps=3)
-    def step(model, optimizer, i):
-        if where == "body" and i == when:
-            optimizer.step()
-        return mean_loss(model, X)
-
+    step = accumulating(steps=3)(meddled)
+    for _ in range(at):
+        step(model, optimizer)
     with pytest.raises(GradSyncError, match="steps its optimizer itself at each boundary, but something called optimizer.ste"):
-        for i in range(when + 1):
-            step(model, optimizer, i)
+        step(model, optimizer, optimizer.step)
+    step.reset()
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_somebody_else_steps_the_optimizer(calls):
+    _, model, optimizer = made()
+    step = accumulating(steps=3)(meddled)
+    for _ in range(calls):
+        step(model, optimizer)
+    with pytest.raises(GradSyncError, match="steps its optimizer itself at each boundary, but something called optimizer.ste"):
         optimizer.step()
     step.reset()
 
 
-@pytest.mark.parametrize("how", ["in the backward", "made anew", "of one layer"])
-def test_another_optimizer_steps_the_same_parameters(how):
+def in_the_backward(model):
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p, its=torch.optim.SGD([p], lr=0.1): its.step())
+    return lambda: None
+
+
+def made_anew(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1).step
+
+
+def of_one_layer(model):
+    return torch.optim.SGD(model[-1].parameters(), lr=0.1).step
+
+
+@pytest.mark.parametrize("another", [in_the_backward, made_anew, of_one_layer])
+def test_another_optimizer_steps_the_same_parameters(another):
     """Each rank on gradients of its own: the replicas would part."""
     _, model, optimizer = made()
-    others = [torch.optim.SGD(model[-1].parameters() if how == "of one layer" else model.parameters(), lr=0.1)]
-    if how == "in the backward":
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p, its=torch.optim.SGD([p], lr=0.1): its.step())
-        others.clear()
+    step_it = another(model)
     step = accumulating(steps=2)(lambda model, optimizer: mean_loss(model, X))
     with pytest.raises(GradSyncError, match="called optimizer.step.*, of type SGD, in the middle of a window"):
         step(model, optimizer)
-        for one in others:
-            one.step()
+        step_it()
     step.reset()
 
 
@@ -120,21 +148,13 @@ def test_another_optimizer_steps_other_parameters():
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("where", ["body", "between"])
+@pytest.mark.parametrize("where", [in_the_body, between])
 def test_gradients_that_vanish(set_to_none, where):
     _, model, optimizer = made()
-
-    @accumulating(steps=3)
-    def step(model, optimizer, i):
-        if where == "body" and i == 1:
-            optimizer.zero_grad(set_to_none=set_to_none)
-        return mean_loss(model, X)
-
-    step(model, optimizer, 0)
-    if where == "between":
-        optimizer.zero_grad(set_to_none=set_to_none)
+    step = accumulating(steps=3)(meddled)
+    step(model, optimizer)
     with pytest.raises(GradSyncError, match="vanished: something called zero_grad" if set_to_none else "changed"):
-        step(model, optimizer, 1)
+        where(step, model, optimizer, lambda: optimizer.zero_grad(set_to_none=set_to_none))
 
 
 TOUCHES = {
@@ -147,24 +167,15 @@ TOUCHES = {
 
 
 @pytest.mark.parametrize("window", [0, 1])
-@pytest.mark.parametrize("where", ["body", "between"])
+@pytest.mark.parametrize("where", [in_the_body, between])
 @pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
 def test_gradients_that_somebody_touched_in_part(touch, where, window):
     _, model, optimizer = made()
-    at = 3 * window + 1
-
-    @accumulating(steps=3)
-    def step(model, optimizer, i):
-        if where == "body" and i == at:
-            touch(model[-1])
-        return mean_loss(model, X)
-
-    for i in range(at):
-        step(model, optimizer, i)
-    if where == "between":
-        touch(model[-1])
+    step = accumulating(steps=3)(meddled)
+    for _ in range(3 * window + 1):
+        step(model, optimizer)
     with pytest.raises(GradSyncError, match="the gradients (vanished|changed)"):
-        step(model, optimizer, at)
+        where(step, model, optimizer, lambda: touch(model[-1]))
 
 
 def test_gradients_of_what_no_optimizer_has_are_their_users():
@@ -233,20 +244,20 @@ def test_a_call_from_on_update(ranks):
     ranks(2).run(call_from_on_update, [4, 1])
 
 
-@pytest.mark.parametrize("how", ["flush", "reset", "load_state_dict"])
-def test_a_body_that_closes_its_own_window(how):
+@pytest.mark.parametrize(("close", "needs_a_state"), [("flush", False), ("reset", False), ("load_state_dict", True)])
+def test_a_body_that_closes_its_own_window(close, needs_a_state):
     _, model, optimizer = made()
 
     @accumulating(steps=2)
     def step(model, optimizer, x, closes):
         loss = mean_loss(model, x)
         if closes:
-            getattr(step, how)(*([state] if how == "load_state_dict" else []))
+            getattr(step, close)(*[state] * needs_a_state)
         return loss
 
     state = step.state_dict()
     step(model, optimizer, X, False)
-    with pytest.raises(GradSyncError, match=rf"{how}\(\) of .*step came in the middle of a call"):
+    with pytest.raises(GradSyncError, match=rf"{close}\(\) of .*step came in the middle of a call"):
         step(model, optimizer, X, True)
     for closes in (False, False):
         step(model, optimizer, X, closes)

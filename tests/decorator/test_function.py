@@ -10,7 +10,7 @@ import sys
 import types
 import warnings
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -105,9 +105,8 @@ def test_a_copy_of_what_has_decorated_its_method_trains_its_own_model():
     one.step.reset()
 
 
-def named_without_a_name(wrap: str) -> int:
+def named_without_a_name(function) -> int:
     """What has no name of its own has the same name on all ranks."""
-    function = {"partial": functools.partial(weighed_loss, 0.5), "object": WeighedLoss()}[wrap]
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = gradsync.accumulating(2)(function)
@@ -125,9 +124,9 @@ class WeighedLoss:
         return weighed_loss(2.0, model, optimizer, x)
 
 
-@pytest.mark.parametrize("wrap", ["partial", "object"])
-def test_a_partial_and_a_callable_object_on_two_ranks(ranks, wrap):
-    assert ranks(2).run(named_without_a_name, wrap) == [2, 2]
+@pytest.mark.parametrize("function", [functools.partial(weighed_loss, 0.5), WeighedLoss()], ids=["partial", "object"])
+def test_a_partial_and_a_callable_object_on_two_ranks(ranks, function):
+    assert ranks(2).run(named_without_a_name, function) == [2, 2]
 
 
 def test_the_model_can_be_copied_and_pickled_at_any_time():
@@ -141,6 +140,17 @@ def test_the_model_can_be_copied_and_pickled_at_any_time():
     step.reset()
 
 
+@contextmanager
+def nothing_collected():
+    """What is freed in here is freed by itself."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def test_dropping_model_and_optimizer_frees_everything():
     step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
     model = small_model()
@@ -148,13 +158,9 @@ def test_dropping_model_and_optimizer_frees_everything():
     for i in range(4):
         step(model, optimizer, micro_batch(0, i))
     refs = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model[0].weight)]
-    gc.collect()
-    gc.disable()
-    try:
+    with nothing_collected():
         del model, optimizer
         assert [ref() for ref in refs] == [None, None, None]
-    finally:
-        gc.enable()
 
 
 class Fails(torch.autograd.Function):
@@ -190,12 +196,8 @@ def test_an_exception_in_a_backward_keeps_nothing(fails, skip, fit):
         return [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model[0].weight)]
 
     run()  # what torch imports at its first exception may keep some frames
-    gc.collect()
-    gc.disable()
-    try:
+    with nothing_collected():
         assert [ref() for ref in run()] == [None, None, None]
-    finally:
-        gc.enable()
 
 
 def test_a_function_whose_on_update_refers_to_it_is_freed():
@@ -305,37 +307,45 @@ def test_no_allocation_grows_with_the_number_of_windows():
     assert abs(len(gc.get_objects()) - before) < 20
 
 
-def freed(wrap: str) -> None:
-    """The DDP behind a model dies with it; copies and pickles of the model never see it."""
-    model = small_model()
+def three_calls(home, model):
+    """Copies and pickles of the model never see the DDP behind it."""
     attributes, keys = set(vars(model)), list(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    home = model if wrap == "bare" else DDP(model)
     step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
     for i in range(3):
         step(home, optimizer, micro_batch(dist.get_rank(), i))
     assert set(vars(model)) == attributes and list(model.state_dict()) == keys
-    if wrap == "bare":
-        twin = copy.deepcopy(model)
-        assert gradsync.engines.behind(twin) is None and gradsync.engines.behind(model) is not None
-        pickle.loads(pickle.dumps(model))
+    return step, optimizer
+
+
+def bare_freed() -> None:
+    """The DDP behind a model dies with it."""
+    model = small_model()
+    step, optimizer = three_calls(model, model)
+    twin = copy.deepcopy(model)
+    assert gradsync.engines.behind(twin) is None and gradsync.engines.behind(model) is not None
+    pickle.loads(pickle.dumps(model))
     step.flush()
-    reducer = weakref.ref(gradsync.engines.behind(model) if wrap == "bare" else home)
-    refs = [reducer, weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(optimizer)]
-    gc.collect()
-    gc.disable()
-    try:
+    refs = [weakref.ref(one) for one in (gradsync.engines.behind(model), model, model[0].weight, optimizer)]
+    with nothing_collected():
+        del model, optimizer
+        assert all(ref() is None for ref in refs), refs
+
+
+def ddp_freed() -> None:
+    model = small_model()
+    home = DDP(model)
+    step, optimizer = three_calls(home, model)
+    step.flush()
+    refs = [weakref.ref(home), weakref.ref(optimizer)]
+    with nothing_collected():
         del model, home, optimizer
-        assert all(ref() is None for ref in refs[:1] + refs[3:]), refs
-        if wrap == "bare":
-            assert all(ref() is None for ref in refs), refs
-    finally:
-        gc.enable()
+        assert all(ref() is None for ref in refs), refs
 
 
-@pytest.mark.parametrize("wrap", ["bare", "ddp"])
-def test_dropping_model_and_optimizer_frees_the_engine(ranks, wrap):
-    ranks(2).run(freed, wrap)
+@pytest.mark.parametrize("case", [bare_freed, ddp_freed])
+def test_dropping_model_and_optimizer_frees_the_engine(ranks, case):
+    ranks(2).run(case)
 
 
 def test_loops_and_functions_may_come_and_go_while_an_optimizer_steps():

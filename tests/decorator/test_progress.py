@@ -49,8 +49,10 @@ def test_profiler_ranges():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["mean", "sum"])
-def test_losses_of_low_precision_are_added_up_exactly(dtype, kind):
+@pytest.mark.parametrize(
+    ("returned", "weight_of_all"), [(lambda loss: loss, 4), (lambda loss: gradsync.LossSum(loss, 2), 8)], ids=["mean", "sum"]
+)
+def test_losses_of_low_precision_are_added_up_exactly(dtype, returned, weight_of_all):
     """The sum of four would be infinite in float16, or would lose three of them in bfloat16."""
     weight = torch.nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
@@ -58,12 +60,11 @@ def test_losses_of_low_precision_are_added_up_exactly(dtype, kind):
 
     @gradsync.accumulating(4)
     def step(model, optimizer, value):
-        loss = (model.weight.sum() * 0 + value).to(dtype)
-        return gradsync.LossSum(loss, 2) if kind == "sum" else loss
+        return returned((model.weight.sum() * 0 + value).to(dtype))
 
     for value in step.over(losses):
         step(weight, optimizer, value)
-    expected = sum(losses) / (8 if kind == "sum" else 4)
+    expected = sum(losses) / weight_of_all
     assert step.progress.loss.item() == step.progress.global_loss == expected
 
 

@@ -16,45 +16,53 @@ from tests.support.verdicts import FullRecorder, compare, exact, refused, verdic
 LENGTHS = [5, 3]
 
 
-def wrapped(how: str, came: str, runs: str):
-    """What comes to gradsync, and what the body runs."""
+def by_function(home, optimizer, body, data: list) -> None:
+    step = gradsync.accumulating(steps=2, model=home, optimizer=optimizer)(body)
+    for x in step.over(data):
+        step(x)
+
+
+def by_iterator(home, optimizer, body, data: list) -> None:
+    for step, x in gradsync.sync_every(home, 2, data):
+        step.backward(body(x))
+        if step.last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def wrapped(train_by, came: str, runs: str, teacher: bool):
+    """What comes to gradsync, and what the body runs, perhaps beside a teacher on a wrapper of its own."""
     rank, model = dist.get_rank(), small_model(unused=False)
-    homes = {"ddp": DDP(model), "module": model, "layer": model[0] if hasattr(model, "__getitem__") else model}
-    homes["teacher"] = DDP(small_model(unused=False))
+    homes = {"ddp": DDP(model), "module": model}
+    teachers = [DDP(small_model(unused=False))] * teacher
     optimizer = FullRecorder(model.parameters(), lr=0.1)
 
     def body(x: torch.Tensor) -> torch.Tensor:
-        if runs == "teacher":
-            with torch.no_grad():
-                homes["teacher"](x)
-        return mean_loss(homes["module" if runs == "teacher" else runs], x)
+        with torch.no_grad():
+            for one in teachers:
+                one(x)
+        return mean_loss(homes[runs], x)
 
     def run() -> None:
-        data = [micro_batch(rank, i) for i in range(LENGTHS[rank])]
-        if how == "accumulating":
-            step = gradsync.accumulating(steps=2, model=homes[came], optimizer=optimizer)(body)
-            for x in step.over(data):
-                step(x)
-        else:
-            for step, x in gradsync.sync_every(homes[came], 2, data):
-                step.backward(body(x))
-                if step.last:
-                    optimizer.step()
-                    optimizer.zero_grad()
+        train_by(homes[came], optimizer, body, [micro_batch(rank, i) for i in range(LENGTHS[rank])])
         compare(optimizer.seen, train(small_model(unused=False), cut(LENGTHS, 2), window_mean, lr=0.1)[0])
 
     return verdict(run)
 
 
-@pytest.mark.parametrize("how", ["accumulating", "sync_every"])
-def test_the_module_comes_and_the_wrapper_runs(ranks, how):
-    refused(verdicts(ranks(2), wrapped, how, "module", "ddp"), "must come to", "as that DistributedDataParallel", "Pass the")
+@pytest.mark.parametrize("train_by", [by_function, by_iterator])
+def test_the_module_comes_and_the_wrapper_runs(ranks, train_by):
+    said = verdicts(ranks(2), wrapped, train_by, "module", "ddp", False)
+    refused(said, "must come to", "as that DistributedDataParallel", "Pass the")
 
 
-@pytest.mark.parametrize("how", ["accumulating", "sync_every"])
-@pytest.mark.parametrize(("came", "runs"), [("ddp", "ddp"), ("ddp", "module"), ("module", "module"), ("module", "teacher")])
-def test_every_right_way(ranks, how, came, runs):
-    exact(verdicts(ranks(2), wrapped, how, came, runs))
+@pytest.mark.parametrize("train_by", [by_function, by_iterator])
+@pytest.mark.parametrize(
+    ("came", "runs", "teacher"),
+    [("ddp", "ddp", False), ("ddp", "module", False), ("module", "module", False), ("module", "module", True)],
+)
+def test_every_right_way(ranks, train_by, came, runs, teacher):
+    exact(verdicts(ranks(2), wrapped, train_by, came, runs, teacher))
 
 
 def compiled():

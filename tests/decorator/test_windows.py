@@ -43,31 +43,34 @@ def test_steps_may_be_a_function_without_a_signature():
     assert_equal_updates(optimizer.seen, expected)
 
 
-@pytest.mark.parametrize("tail", ["step", "drop", "carry"])
-@pytest.mark.parametrize("how", ["over", "flush"])
-def test_tails(tail, how):
+def over(step, model, optimizer, data: list, flushes: bool) -> None:
+    for x in step.over(data):
+        step(model, optimizer, x)
+
+
+def flush(step, model, optimizer, data: list, flushes: bool) -> None:
+    for x in data:
+        step(model, optimizer, x)
+    if flushes:
+        step.flush()
+
+
+@pytest.mark.parametrize(("tail", "flushed", "windows", "skipped"), [
+    ("step", {0, 1}, [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]], 0),
+    ("drop", {0, 1}, [[0, 1, 2, 3], [6, 7, 8, 9]], 2),
+    ("carry", {1}, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], 0),
+])  # fmt: skip
+@pytest.mark.parametrize("loop", [over, flush])
+def test_tails(tail, flushed, windows, skipped, loop):
     step = accumulating(steps=4, tail=tail)(lambda model, optimizer, x: mean_loss(model, x))
     model = small_model()
     optimizer = Recorder(model.parameters())
     for epoch in range(2):
-        data = [micro_batch(0, 6 * epoch + i) for i in range(6)]
-        if how == "over":
-            for x in step.over(data):
-                step(model, optimizer, x)
-        else:
-            for x in data:
-                step(model, optimizer, x)
-            if tail != "carry" or epoch == 1:
-                step.flush()
-    windows = {
-        "step": [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]],
-        "drop": [[0, 1, 2, 3], [6, 7, 8, 9]],
-        "carry": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]],
-    }[tail]
+        loop(step, model, optimizer, [micro_batch(0, 6 * epoch + i) for i in range(6)], epoch in flushed)
     expected, _ = train(small_model(), [[(0, i) for i in w] for w in windows], window_mean)
     assert_equal_updates(optimizer.seen, expected)
     assert all(p.grad is None for p in model.parameters())
-    assert step.progress.skipped == (2 if tail == "drop" else 0)
+    assert step.progress.skipped == skipped
 
 
 def test_reset_discards_what_is_open():

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from tests.device import run_on_device, waits
 from tests.parts import cases_device
@@ -48,22 +49,26 @@ def in_float64(ranks: int, steps: int) -> list[torch.Tensor]:
 # -- numbers --------------------------------------------------------------------------------------------------------
 
 
-def train_plainly(engine: str) -> tuple[list[torch.Tensor], list[str]]:
-    """Three updates with torch alone; the parameters, and the races that were found."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+def ddp(model):
+    return torch.nn.parallel.DistributedDataParallel(model, device_ids=[0])
 
+
+def fsdp1(model):
+    return FullyShardedDataParallel(model, device_id=0, use_orig_params=True)
+
+
+def fsdp2(model):
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    return model
+
+
+def train_plainly(wrap, scaled: bool = False) -> tuple[list[torch.Tensor], list[str]]:
+    """Three updates with torch alone; the parameters, and the races that were found."""
     from tests.device.fake import races
 
-    model, scaler = small_model().to("cuda"), None
-    if engine in ("DDP", "GradScaler"):
-        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[0])
-    if engine == "GradScaler":
-        scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
-    if engine == "FSDP1":
-        model = FullyShardedDataParallel(model, device_id=0, use_orig_params=True)
-    if engine == "FSDP2":
-        for layer in (model[0], model[2], model):
-            fully_shard(layer)
+    model = wrap(small_model().to("cuda"))
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0) if scaled else None
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     races()
     for step in range(3):
@@ -78,18 +83,18 @@ def train_plainly(engine: str) -> tuple[list[torch.Tensor], list[str]]:
             scaler.update()
         optimizer.zero_grad()
     found = races()
-    if engine == "FSDP1":
+    if wrap is fsdp1:
         with FullyShardedDataParallel.summon_full_params(model):
             return [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()], found
     return [getattr(p, "full_tensor", lambda p=p: p)().detach().cpu() for p in model.parameters()], found
 
 
-ENGINES = ("DDP", "GradScaler", "FSDP1", "FSDP2")
+ENGINES = {"DDP": (ddp,), "GradScaler": (ddp, True), "FSDP1": (fsdp1,), "FSDP2": (fsdp2,)}
 
 
 def train_on_all() -> dict[str, tuple]:
     warnings.simplefilter("ignore")
-    return {engine: train_plainly(engine) for engine in ENGINES}
+    return {engine: train_plainly(*how) for engine, how in ENGINES.items()}
 
 
 @pytest.fixture(scope="module")

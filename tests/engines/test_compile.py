@@ -9,7 +9,7 @@ import torch
 
 import gradsync
 from tests.support.compare import assert_equal_states
-from tests.support.homes import home_of
+from tests.support.homes import HOMES, home_of
 from tests.support.training import Run, reference
 
 
@@ -40,7 +40,7 @@ FSDP2 = ["fsdp2", "fsdp2_gathered", "replicate_fsdp"]
 )
 def test_compiled_models_are_not_compiled_again(ranks, engine):
     """After the second window."""
-    ranks(1 if engine == "none" else 4 if "hsdp" in engine else 2).run(compiled, engine)
+    ranks(HOMES[engine].ranks).run(compiled, engine)
 
 
 def compiled_once() -> int:

@@ -16,59 +16,76 @@ from tests.support.reference import mean_loss, micro_batch, train, window_mean
 from tests.support.wire import num_collectives
 
 
-def forwards(wrap: str) -> tuple[int, int]:
+class Counted(DDP):
+    """Counts its forwards, and how often its own hooks ran."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen, self.hooked = [], []
+        self.register_forward_hook(lambda *_: self.hooked.append(1))
+
+    def _pre_forward(self, *inputs, **kwargs):
+        self.seen.append(self.require_backward_grad_sync)
+        return super()._pre_forward(*inputs, **kwargs)
+
+
+class Overridden(Counted):
+    def forward(self, *inputs, **kwargs):
+        return super().forward(*inputs, **kwargs)
+
+
+class Joining(Counted):
+    """As inside of torch's `Join`."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self._join_config = self._join_config._replace(enable=True)
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank):
+        pass
+
+
+def compiled(model):
+    return torch.compile(Counted(model), backend="aot_eager")
+
+
+def compiled_inside(model):
+    return Counted(torch.compile(model, backend="aot_eager"))
+
+
+def forwards(wrap, options: dict) -> tuple[int, int]:
     """How many forwards of DDP itself three micro-batches run, and how often its own hooks ran; it is as it was."""
-    rank = dist.get_rank()
-    model, seen, hooked = small_model(), [], []
-
-    class Counted(DDP):
-        def _pre_forward(self, *inputs, **kwargs):
-            seen.append(self.require_backward_grad_sync)
-            return super()._pre_forward(*inputs, **kwargs)
-
-    class Overridden(Counted):
-        def forward(self, *inputs, **kwargs):
-            return super().forward(*inputs, **kwargs)
-
-    kwargs = {"find_unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}.get(wrap, {})
-    if wrap == "compiled inside":
-        home = Counted(torch.compile(model, backend="aot_eager"))
-    else:
-        home = (Overridden if wrap == "overridden" else Counted)(model, **kwargs)
-    home.register_forward_hook(lambda *_: hooked.append(1))
-    called = torch.compile(home, backend="aot_eager") if wrap == "compiled" else home
+    rank, model = dist.get_rank(), small_model()
+    called = wrap(model, **options)
+    home = getattr(called, "_orig_mod", called)
     optimizer = Recorder(model.parameters())
     step = accumulating(steps=3)(lambda model, optimizer, x: mean_loss(model, x))
-    join = home._join_config
-    if wrap == "joining":
-        home._join_config = join._replace(enable=True)
-        home._check_global_requires_backward_grad_sync = lambda is_joined_rank: None
     for i in range(3):
         step(called, optimizer, micro_batch(rank, i))
-    home._join_config = join
-    assert "forward" not in vars(home) and not any(seen)
+    home._join_config = home._join_config._replace(enable=False)
+    assert "forward" not in vars(home) and not any(home.seen)
     expected, _ = train(small_model(), [[(r, i) for i in range(3) for r in range(2)]], window_mean)
     assert_equal_updates(optimizer.seen, expected)
     with gradsync.no_sync(home), gradsync.no_sync(home):
         pass
     assert "forward" not in vars(home)
-    return len(seen), len(hooked)
+    return len(home.seen), len(home.hooked)
 
 
 @pytest.mark.parametrize(
-    ("wrap", "times"),
+    ("wrap", "options", "times"),
     [
-        ("plain", 0), ("overridden", 3), ("find_unused", 3), ("static", 3), ("joining", 3), ("compiled", 3),
-        ("compiled inside", 3),
+        (Counted, {}, 0), (Overridden, {}, 3), (Counted, {"find_unused_parameters": True}, 3),
+        (Counted, {"static_graph": True}, 3), (Joining, {}, 3), (compiled, {}, 3), (compiled_inside, {}, 3),
     ],
 )  # fmt: skip
-def test_ddps_own_forward_runs_where_it_adds_something(ranks, wrap, times):
-    assert ranks(2).run(forwards, wrap) == [(times, 3)] * 2
+def test_ddps_own_forward_runs_where_it_adds_something(ranks, wrap, options, times):
+    assert ranks(2).run(forwards, wrap, options) == [(times, 3)] * 2
 
 
-def alone(what: str) -> str:
-    """One rank on DDP: nothing is sent, and nothing else is different."""
-    model, twin = small_model(unused=what == "unused"), small_model(unused=what == "unused")
+def alone(hook_before: int | None, unused: bool = False) -> int | str:
+    """One rank on DDP: nothing is sent, and nothing else is different. How often the hook ran that this item finds."""
+    model, twin = small_model(unused=unused), small_model(unused=unused)
     home, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=0.1)
     hooked = []
 
@@ -76,19 +93,17 @@ def alone(what: str) -> str:
         hooked.append(bucket.index())
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
 
-    if what == "hook":
-        home.register_comm_hook(None, hook)
     before = num_collectives()
     step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
     try:
         for i, x in enumerate(step.over([micro_batch(0, i) for i in range(5)])):
-            if (what, i) == ("late hook", 2):
+            if i == hook_before:
                 home.register_comm_hook(None, hook)
             step(home, optimizer, x)
     except gradsync.GradSyncError as error:
         return str(error)
-    assert len(hooked) == {"hook": 3, "late hook": 2}.get(what, 0)
     assert hooked or num_collectives() == before
+    num_hooked = len(hooked)
     by_hand = torch.optim.SGD(twin.parameters(), lr=0.1)
     for window in ([0, 1], [2, 3], [4]):
         for i in window:
@@ -98,19 +113,20 @@ def alone(what: str) -> str:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
     home(micro_batch(0, 0)).sum().backward()  # its reducer goes on as ever
     assert all(p.grad is not None for p in model.parameters())
-    return "equal"
+    return num_hooked
 
 
 def test_one_rank_on_ddp(ranks):
-    for what in ("plain", "hook", "late hook"):
-        assert ranks(1).run(alone, what) == ["equal"]
-    assert "must be used in each window" in ranks(1).run(alone, "unused")[0]
+    for hook_before, times in ((None, 0), (0, 3), (2, 2)):
+        assert ranks(1).run(alone, hook_before) == [times]
+    assert "must be used in each window" in ranks(1).run(alone, None, True)[0]
 
 
 def reduces_once(config: dict) -> None:
     """Whether the backward came by is told by a hook: each window reduces once, and not once more after it."""
     rank = dist.get_rank()
-    model = small_model(unused="find_unused_parameters" in config)
+    unused = config.get("find_unused_parameters", False)
+    model = small_model(unused=unused)
     home = DDP(model, **config)
     optimizer = Recorder(model.parameters())
     step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
@@ -119,10 +135,10 @@ def reduces_once(config: dict) -> None:
         before = num_collectives()
         step(home, optimizer, micro_batch(rank, i))
         counts.append(num_collectives() - before)
-    once = 2 if "find_unused_parameters" in config else 1
+    once = 2 if unused else 1
     assert counts[4:] == [0, once, 0, once], counts
     windows = [[(r, i + k) for k in range(2) for r in range(2)] for i in (0, 2, 4, 6)]
-    expected, _ = train(small_model(unused="find_unused_parameters" in config), windows, window_mean)
+    expected, _ = train(small_model(unused=unused), windows, window_mean)
     assert_equal_updates(optimizer.seen, expected)
 
 

@@ -14,19 +14,19 @@ from tests.support.recorder import Recorder
 from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
 
 
-def flush_scenario(name: str) -> None:
+def flush_scenario(options: dict, hooked: bool = False) -> None:
     """flush() with the user's communication hook, and after a static graph's first window."""
     rank = dist.get_rank()
     model = small_model()
     calls = []
-    home = DDP(model, static_graph=name == "static", gradient_as_bucket_view=name == "views")
-    if name == "hook":
+    home = DDP(model, **options)
 
-        def hook(state, bucket):
-            calls.append(bucket.index())
-            work = dist.all_reduce(bucket.buffer() / dist.get_world_size(), async_op=True)
-            return work.get_future().then(lambda future: future.value()[0])
+    def hook(state, bucket):
+        calls.append(bucket.index())
+        work = dist.all_reduce(bucket.buffer() / dist.get_world_size(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
 
+    if hooked:
         home.register_comm_hook(None, hook)
     optimizer = Recorder(model.parameters())
     step = accumulating(steps=3)(lambda model, optimizer, x: mean_loss(model, x))
@@ -36,16 +36,19 @@ def flush_scenario(name: str) -> None:
     step.flush()
     expected, _ = train(small_model(), cut([8, 8], 3), window_mean)
     assert_equal_updates(optimizer.seen, expected)
-    if name == "hook":
-        assert held == 2 and len(calls) == 3, calls
+    assert (held, len(calls)) == ((2, 3) if hooked else (0, 0)), calls
 
 
-@pytest.mark.parametrize("name", ["hook", "static", "views"])
-def test_flush_goes_through_the_reducer(ranks, name):
-    ranks(2).run(flush_scenario, name)
+@pytest.mark.parametrize("option", ["static_graph", "gradient_as_bucket_view"])
+def test_flush_goes_through_the_reducer(ranks, option):
+    ranks(2).run(flush_scenario, {option: True})
 
 
-def compressed(how: str) -> None:
+def test_flush_calls_the_users_hook(ranks):
+    ranks(2).run(flush_scenario, {}, True)
+
+
+def compressed() -> None:
     """A built-in compression hook is kept, also where the reducer had to be made anew."""
     rank = dist.get_rank()
     model = small_model(torch.float32)
@@ -62,4 +65,4 @@ def compressed(how: str) -> None:
 
 
 def test_a_compression_hook_survives_a_new_reducer(ranks):
-    ranks(2).run(compressed, "builtin")
+    ranks(2).run(compressed)

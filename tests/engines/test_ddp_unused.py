@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -151,13 +152,17 @@ def test_a_bare_models_parameter_that_not_every_rank_uses(ranks):
     ranks(2).run(unused_sometimes)
 
 
-def freezing(wrap: str) -> None:
+def bare(model):
+    return model
+
+
+def freezing(wrap) -> None:
     """Layers frozen and unfrozen between windows synchronise as they are."""
     rank = dist.get_rank()
     model, twin = small_model(), small_model()
     for one in (model, twin):
         one[0].requires_grad_(False)
-    home = model if wrap == "bare" else DDP(model)
+    home = wrap(model)
     optimizer = Recorder(model.parameters(), lr=0.0)
     step = accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x))
     for window, trainable in enumerate([False, True, True, False, True]):
@@ -170,7 +175,7 @@ def freezing(wrap: str) -> None:
         assert_equal_updates([optimizer.seen[window]], [want])
 
 
-@pytest.mark.parametrize("wrap", ["bare", "ddp"])
+@pytest.mark.parametrize("wrap", [bare, DDP])
 def test_parameters_frozen_and_unfrozen_during_training(ranks, wrap):
     ranks(2).run(freezing, wrap)
 
@@ -240,9 +245,7 @@ def wrapped(wrap: str) -> tuple[nn.Module, Recorder]:
     """A model with heads on DDP, and an optimizer that leaves it where it is."""
     model = Heads()
     optimizer = Recorder(model.parameters(), lr=0.0)
-    if wrap.startswith("replicate"):
-        return replicate(model, **WRAPS[wrap]), optimizer
-    return DDP(model, **WRAPS[wrap]), optimizer
+    return WRAPS[wrap](model), optimizer
 
 
 def departures(home: DDP, model: Heads, loop) -> list[object]:
@@ -314,9 +317,11 @@ def test_gradients_that_are_asked_for_before_the_backward(ranks, whole):
 
 
 WRAPS = {
-    "ddp": {}, "views": {"gradient_as_bucket_view": True}, "find_unused": {"find_unused_parameters": True},
-    "replicate": {}, "static": {"static_graph": True}, "replicate, static": {"static_graph": True},
+    "ddp": DDP, "views": partial(DDP, gradient_as_bucket_view=True),
+    "find_unused": partial(DDP, find_unused_parameters=True), "static": partial(DDP, static_graph=True),
+    "replicate": replicate, "replicate, static": partial(replicate, static_graph=True),
 }  # fmt: skip
+STATIC = {"static", "replicate, static"}
 ALL = [0, 1, 2]
 
 
@@ -324,7 +329,7 @@ def by_hand(wrap: str, uses: list[list[int]]) -> None:
     """Held backwards and `sync_gradients`, twice; `uses` has the heads of each rank, and none for an idle rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     home, optimizer = wrapped(wrap)
-    if "static" in wrap:  # a window of its own, in which it learns the graph: head 2 is not in it
+    if wrap in STATIC:  # a window of its own, in which it learns the graph: head 2 is not in it
         step = accumulating(steps=1)(heads_step)
         step(home, optimizer, micro_batch(rank, 9), [0, 1])
         optimizer.seen.clear()
@@ -349,7 +354,22 @@ def test_sync_gradients_leaves_none_what_no_rank_used(ranks, wrap, uses):
     ranks(len(uses)).run(by_hand, wrap, uses)
 
 
-def closed(wrap: str, how: str, uses: list[list[list[int]]], errs: bool) -> str:
+def by_calls(step, items, call) -> None:
+    for item in items:
+        call(item)
+
+
+def by_calls_and_flush(step, items, call) -> None:
+    by_calls(step, items, call)
+    step.flush()
+
+
+def by_over(step, items, call) -> None:
+    for item in step.over(items):
+        call(item)
+
+
+def closed(wrap: str, closing, uses: list[list[list[int]]], errs: bool) -> str:
     """A window that closes without a backward on some rank; `uses` has the heads by rank and micro-batch.
 
     Micro-batches without heads are dropped by `skip`. Returns "", or the words of the error.
@@ -357,14 +377,11 @@ def closed(wrap: str, how: str, uses: list[list[list[int]]], errs: bool) -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     home, optimizer = wrapped(wrap)
     step = accumulating(steps=2, skip=ZeroDivisionError)(heads_step)
-    windows = [[[[0, 1] if "static" in wrap else ALL] * 2] * size, uses]
+    windows = [[[[0, 1] if wrap in STATIC else ALL] * 2] * size, uses]
     try:
-        for number, window in enumerate(windows):
+        for number, (window, run) in enumerate(zip(windows, [by_calls, closing])):
             items = [(micro_batch(rank, 2 * number + i), heads) for i, heads in enumerate(window[rank])]
-            for x, heads in step.over(items) if how == "over" and number else items:
-                step(home, optimizer, x, heads)
-        if how == "flush":
-            step.flush()
+            run(step, items, lambda item: step(home, optimizer, *item))
     except gradsync.GradSyncError as error:
         return str(error)
     finally:
@@ -380,49 +397,49 @@ def closed(wrap: str, how: str, uses: list[list[list[int]]], errs: bool) -> str:
 
 @pytest.mark.parametrize("wrap", ["ddp", "views", "replicate"])
 @pytest.mark.parametrize(
-    ("how", "uses", "errs"),
+    ("closing", "uses", "errs"),
     [
-        ("flush", [[[0]], [[0]]], [True, True]),
-        ("flush", [[[0]], [ALL]], [True, False]),
-        ("flush", [[[0]], []], [True, False]),
-        ("flush", [[[0]]], [True]),
-        ("skip", [[[0], []], [[0], []]], [True, True]),
-        ("skip", [[[0, 1], []], [[0], ALL]], [True, False]),
-        ("over", [[[0]], [[0], [1]]], [True, True]),
+        (by_calls_and_flush, [[[0]], [[0]]], [True, True]),
+        (by_calls_and_flush, [[[0]], [ALL]], [True, False]),
+        (by_calls_and_flush, [[[0]], []], [True, False]),
+        (by_calls_and_flush, [[[0]]], [True]),
+        (by_calls, [[[0], []], [[0], []]], [True, True]),
+        (by_calls, [[[0, 1], []], [[0], ALL]], [True, False]),
+        (by_over, [[[0]], [[0], [1]]], [True, True]),
     ],
 )
-def test_an_unused_parameter_is_an_error_where_a_window_closes_without_a_backward(ranks, wrap, how, uses, errs):
-    for text, wrong in zip(ranks(len(uses)).run(closed, wrap, how, uses, True), errs, strict=True):
+def test_an_unused_parameter_is_an_error_where_a_window_closes_without_a_backward(ranks, wrap, closing, uses, errs):
+    for text, wrong in zip(ranks(len(uses)).run(closed, wrap, closing, uses, True), errs, strict=True):
         assert ("no micro-batch of the window used heads." in text and "find_unused_parameters=True" in text) == wrong
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "views", "find_unused", "replicate", "static"])
 @pytest.mark.parametrize(
-    ("how", "uses"),
+    ("closing", "uses"),
     [
-        ("skip", [[[0], ALL], [[1], [0, 2]]]),
-        ("flush", [[ALL], []]),
-        ("skip", [[[], []], [[0], [1, 2]]]),
-        ("skip", [[ALL, []], [[], ALL]]),
-        ("over", [[ALL], [[0, 1], [1, 2]]]),
-        ("over", [[], [[0, 1], [1, 2]]]),
+        (by_calls, [[[0], ALL], [[1], [0, 2]]]),
+        (by_calls_and_flush, [[ALL], []]),
+        (by_calls, [[[], []], [[0], [1, 2]]]),
+        (by_calls, [[ALL, []], [[], ALL]]),
+        (by_over, [[ALL], [[0, 1], [1, 2]]]),
+        (by_over, [[], [[0, 1], [1, 2]]]),
     ],
 )
-def test_a_rank_without_a_micro_batch_in_the_window_raises_nothing(ranks, wrap, how, uses):
+def test_a_rank_without_a_micro_batch_in_the_window_raises_nothing(ranks, wrap, closing, uses):
     """Nor does one whose micro-batches used everything together."""
-    if wrap == "static":
+    if wrap in STATIC:
         uses = [[[head for head in heads if head < 2] for heads in mine] for mine in uses]
-    assert ranks(2).run(closed, wrap, how, uses, False) == ["", ""]
+    assert ranks(2).run(closed, wrap, closing, uses, False) == ["", ""]
 
 
-def of_two(order: list[int], how: str) -> str:
+def of_two(order: list[int], calls: int) -> str:
     """One step with two DDPs, of which this rank's window uses one only."""
     rank = dist.get_rank()
     models = [small_model(), nn.Linear(3, 2).double()]
     homes, optimizer = [DDP(models[i]) for i in order], Recorder([p for model in models for p in model.parameters()])
     step = accumulating(steps=2)(lambda one, other, optimizer, x: mean_loss((one, other)[order.index(0)], x))
     try:
-        for i in range(2 if how == "boundary" else 1):
+        for i in range(calls):
             step(*homes, optimizer, micro_batch(rank, i))
         step.flush()
     except gradsync.GradSyncError as error:
@@ -431,9 +448,9 @@ def of_two(order: list[int], how: str) -> str:
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
-@pytest.mark.parametrize("how", ["boundary", "flush"])
-def test_a_ddp_that_the_window_does_not_use_at_all_is_an_error(ranks, order, how):
-    for text in ranks(2).run(of_two, order, how):
+@pytest.mark.parametrize("calls", [2, 1], ids=["boundary", "flush"])
+def test_a_ddp_that_the_window_does_not_use_at_all_is_an_error(ranks, order, calls):
+    for text in ranks(2).run(of_two, order, calls):
         assert "no micro-batch of the window used weight, bias" in text
 
 

@@ -30,16 +30,28 @@ def window_mean(model, window):
     return sum(mean_loss(model, images(*place)) for place in window) / len(window)
 
 
+ROWS, LAST = torch.contiguous_format, torch.channels_last
+# The layouts that a model is given before it is wrapped, once it is, and between two windows.
+LAYOUTS = {
+    "from the first": [LAST, None, None], "once wrapped": [None, LAST, None], "between windows": [None, None, LAST],
+    "until then": [LAST, None, ROWS],
+}  # fmt: skip
+
+
+def lay_out(model: nn.Module, layout: torch.memory_format | None) -> None:
+    if layout is not None:
+        model.to(memory_format=layout)
+
+
 def laid_out(wrap: str, when: str, lengths: list[int]) -> None:
     """Two loops; the model comes into its layout, or out of it, at some time."""
     rank, model = dist.get_rank(), convolution()
     expected = states(model, cut(lengths, 2) * 2, window_mean)
-    if when in {"from the first", "until then"}:
-        model.to(memory_format=torch.channels_last)
+    first, once_wrapped, between = LAYOUTS[when]
+    lay_out(model, first)
     options = WRAPS[wrap]
     home = model if options is None else DDP(model, **options)
-    if when == "once wrapped":
-        model.to(memory_format=torch.channels_last)
+    lay_out(model, once_wrapped)
     seen = []
 
     @accumulating(steps=2, on_update=lambda _: seen.append(copy.deepcopy(dict(model.named_parameters()))))
@@ -50,15 +62,13 @@ def laid_out(wrap: str, when: str, lengths: list[int]) -> None:
     for loop in range(2):
         for x in step.over([images(rank, i) for i in range(lengths[rank])]):
             step(home, optimizer, x)
-        if loop == 0 and when == "between windows":
-            model.to(memory_format=torch.channels_last)
-        if loop == 0 and when == "until then":
-            model.to(memory_format=torch.contiguous_format)
+        if loop == 0:
+            lay_out(model, between)
     torch.testing.assert_close(seen, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("when", ["from the first", "once wrapped", "between windows", "until then"])
+@pytest.mark.parametrize("when", LAYOUTS)
 def test_another_layout_changes_no_number(ranks, wrap, when):
     for lengths in ([4, 4], [5, 2]):
         ranks(2).run(laid_out, wrap, when, lengths)

@@ -49,7 +49,29 @@ def even_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
-def trained(way: str, steps: int, lengths: list[int]) -> None:
+def by_calls(steps: int, model, optimizer, loss_of, items) -> None:
+    step = accumulating(steps)(lambda model, optimizer, i: loss_of(i))
+    for i in step.over(items):
+        step(model, optimizer, i)
+
+
+def by_sync_every(steps: int, model, optimizer, backward, items) -> None:
+    for micro, i in gradsync.sync_every(model, steps, items):
+        backward(micro, i)
+        if micro.last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def by_step_backward(steps: int, model, optimizer, loss_of, items) -> None:
+    by_sync_every(steps, model, optimizer, lambda micro, i: micro.backward(loss_of(i)), items)
+
+
+def by_plain_backward(steps: int, model, optimizer, loss_of, items) -> None:
+    by_sync_every(steps, model, optimizer, lambda micro, i: (loss_of(i) / micro.size).backward(), items)
+
+
+def trained(loop, steps: int, lengths: list[int]) -> None:
     rank, model = dist.get_rank(), even_model()
     for layer in (model[0], model[2]):
         layer.weight = nn.Parameter(OwnGather(layer.weight.detach()))
@@ -57,25 +79,15 @@ def trained(way: str, steps: int, lengths: list[int]) -> None:
     fully_shard(model)
     optimizer = FullRecorder(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["foreach"] = False
-    if way == "accumulating":
-        step = accumulating(steps)(lambda model, optimizer, i: mean_loss(model, micro_batch(rank, i)))
-        for i in step.over(range(lengths[rank])):
-            step(model, optimizer, i)
-    else:
-        for micro, i in gradsync.sync_every(model, steps, range(lengths[rank])):
-            loss = mean_loss(model, micro_batch(rank, i))
-            micro.backward(loss) if way == "step.backward" else (loss / micro.size).backward()
-            if micro.last:
-                optimizer.step()
-                optimizer.zero_grad()
+    loop(steps, model, optimizer, lambda i: mean_loss(model, micro_batch(rank, i)), range(lengths[rank]))
     assert_equal_updates(optimizer.seen, train(even_model(), cut(lengths, steps), window_mean)[0])
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize(
-    ("way", "lengths"),
-    [("accumulating", [4, 2]), ("step.backward", [4, 4]), ("step.backward", [4, 2]), ("plain", [4, 4])],
+    ("loop", "lengths"),
+    [(by_calls, [4, 2]), (by_step_backward, [4, 4]), (by_step_backward, [4, 2]), (by_plain_backward, [4, 4])],
 )
-def test_a_parameter_with_an_all_gather_of_its_own(ranks, way, steps, lengths):
+def test_a_parameter_with_an_all_gather_of_its_own(ranks, loop, steps, lengths):
     """torch makes what autograd sees of it in its first all-gather, and not before."""
-    ranks(2).run(trained, way, steps, lengths)
+    ranks(2).run(trained, loop, steps, lengths)

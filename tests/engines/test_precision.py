@@ -10,7 +10,7 @@ from torch import nn
 import gradsync
 from gradsync.engines import find
 from tests.support.compare import assert_equal_states
-from tests.support.homes import Home, home_of
+from tests.support.homes import HOMES, Home, home_of
 from tests.support.models import Partly, net
 from tests.support.reference import mean_of
 from tests.support.training import DECAY, LR, Run, data, reference
@@ -110,4 +110,4 @@ def unfreezing(engine: str) -> None:
 @pytest.mark.parametrize("engine", ["fsdp2", "hsdp_shard"])
 def test_parameters_that_are_unfrozen_later(ranks, engine):
     """Gradual unfreezing, between windows."""
-    ranks(4 if "hsdp" in engine else 2).run(unfreezing, engine)
+    ranks(HOMES[engine].ranks).run(unfreezing, engine)

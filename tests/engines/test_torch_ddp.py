@@ -167,19 +167,24 @@ def test_what_a_forward_of_ddp_does(ddp):
     assert "_in_backward_optimizers" in inspect.getsource(DDP._setup_in_backward_optimizers)
 
 
-@pytest.mark.parametrize("asked", ["backward", "grad", "grad of parameters"])
-def test_a_backward_tells_which_parameters_it_will_reach(asked):
+@pytest.mark.parametrize(
+    ("ask", "reached"),
+    [
+        (lambda loss, inner, weight: loss.backward(), [False, False, True, True]),
+        (lambda loss, inner, weight: torch.autograd.grad(loss, inner), [False] * 4),
+        (lambda loss, inner, weight: torch.autograd.grad(loss, [weight]), []),
+    ],
+    ids=["backward", "grad", "grad of parameters"],
+)
+def test_a_backward_tells_which_parameters_it_will_reach(ask, reached):
     """Asked in a hook of the loss; `torch.autograd.grad` reaches none, or is not told of."""
     assert not missing(PRIVATES["find_unused"], {"C": torch._C})
     model = torch.nn.ModuleList([torch.nn.Linear(2, 1) for _ in range(2)])
     inner = model[1](torch.ones(1, 2))
     loss, told = inner.sum(), []
     loss.grad_fn.register_prehook(lambda _: told.extend(_will_reach(joined(list(model.parameters())))))
-    if asked == "backward":
-        loss.backward()
-    else:
-        torch.autograd.grad(loss, inner if asked == "grad" else [model[1].weight])
-    assert told == {"backward": [False, False, True, True], "grad": [False] * 4, "grad of parameters": []}[asked]
+    ask(loss, inner, model[1].weight)
+    assert told == reached
 
 
 @pytest.mark.parametrize("resets", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.homes import home_of
+from tests.support.homes import HOMES, home_of
 from tests.support.training import Run
 from tests.support.wire import Wire
 
@@ -79,5 +79,5 @@ def window(engine: str, mode: str = "calls") -> list[dict[str, int]]:
 @pytest.mark.parametrize("engine", WIRE)
 def test_what_a_window_sends(ranks, engine):
     """Held micro-batches reduce nothing, the boundary each group once, and a flush without a backward as much."""
-    for sent in ranks(4 if "hsdp" in engine else 2).run(window, engine):
+    for sent in ranks(HOMES[engine].ranks).run(window, engine):
         assert sent == WIRE[engine]

@@ -15,12 +15,39 @@ from tests.support.recorder import Recorder
 from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
 
 
-def all_lengths(steps: int, mode: str, wrap: str, most: int) -> int:
+def bare(model):
+    return model
+
+
+def over(step, home, optimizer, steps: int, data: list) -> None:
+    for x in step.over(data):
+        step(home, optimizer, x)
+
+
+def over_unsized(step, home, optimizer, steps: int, data: list) -> None:
+    over(step, home, optimizer, steps, unsized(data))
+
+
+def flush(step, home, optimizer, steps: int, data: list) -> None:
+    for x in data:
+        step(home, optimizer, x)
+    step.flush()
+
+
+def sync_every(step, home, optimizer, steps: int, data: list) -> None:
+    for micro, x in gradsync.sync_every(home, steps, data):
+        micro.backward(mean_loss(home, x))
+        if micro.last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def all_lengths(steps: int, loop, wrap, most: int) -> int:
     """Every number of micro-batches up to `most`, the same on each rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = small_model()
     start = {k: v.clone() for k, v in model.state_dict().items()}
-    home = model if wrap == "bare" else DDP(model, find_unused_parameters=wrap == "find_unused")
+    home = wrap(model)
     optimizer = Recorder(model.parameters())
 
     @gradsync.accumulating(steps=steps)
@@ -30,23 +57,7 @@ def all_lengths(steps: int, mode: str, wrap: str, most: int) -> int:
     for length in range(most + 1):
         model.load_state_dict(start)
         optimizer.seen = []
-        data = [micro_batch(rank, i) for i in range(length)]
-        if mode == "over":
-            for x in step.over(data):
-                step(home, optimizer, x)
-        elif mode == "unsized":
-            for x in step.over(unsized(data)):
-                step(home, optimizer, x)
-        elif mode == "flush":
-            for x in data:
-                step(home, optimizer, x)
-            step.flush()
-        else:
-            for micro, x in gradsync.sync_every(home, steps, data):
-                micro.backward(mean_loss(home, x))
-                if micro.last:
-                    optimizer.step()
-                    optimizer.zero_grad()
+        loop(step, home, optimizer, steps, [micro_batch(rank, i) for i in range(length)])
         expected, end = train(small_model(), cut([length] * size, steps), window_mean)
         assert_equal_updates(optimizer.seen, expected)
         for p, q in zip(model.parameters(), end.parameters(), strict=True):
@@ -55,9 +66,9 @@ def all_lengths(steps: int, mode: str, wrap: str, most: int) -> int:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["over", "unsized", "flush", "sync_every"])
-@pytest.mark.parametrize("wrap", ["bare", "ddp"])
-def test_every_length_and_window_is_the_float64_mean(new_ranks, size, mode, wrap):
+@pytest.mark.parametrize("loop", [over, over_unsized, flush, sync_every])
+@pytest.mark.parametrize("wrap", [bare, DDP])
+def test_every_length_and_window_is_the_float64_mean(new_ranks, size, loop, wrap):
     """0 to 12 micro-batches in windows of 1 to 6, on 1 to 3 ranks."""
     for steps in range(1, 7):
-        assert new_ranks(size).run(all_lengths, steps, mode, wrap, 12) == [13] * size
+        assert new_ranks(size).run(all_lengths, steps, loop, wrap, 12) == [13] * size

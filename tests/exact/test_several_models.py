@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,39 @@ from tests.support.recorder import Recorder
 from tests.support.reference import mean_loss, micro_batch
 
 
-def one_of_several(wrap: str, how: str) -> None:
+def bare(model):
+    return model
+
+
+find_unused = partial(DDP, find_unused_parameters=True)
+
+
+def by_function(homes, optimizer, items: list, sync: str) -> None:
+    @gradsync.accumulating(steps=3, sync=sync)
+    def step(one, other, optimizer, x, which):
+        return mean_loss((one, other)[which], x)
+
+    for x, which in items:
+        step(*homes, optimizer, x, which)
+
+
+def backward(micro, loss) -> None:
+    micro.backward(loss)
+
+
+def plain_backward(micro, loss) -> None:
+    (loss / 3).backward()
+
+
+def by_iterator(homes, optimizer, items: list, backward) -> None:
+    for micro, (x, which) in gradsync.sync_every(homes, 3, items):
+        backward(micro, mean_loss(homes[which], x))
+        if micro.last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def one_of_several(wrap, train, how) -> None:
     """Two models in one step, of which each micro-batch uses one, the boundary's on each rank another."""
     rank = dist.get_rank()
     make = lambda: [nn.Linear(3, 2).double(), small_model()]  # noqa: E731
@@ -26,25 +59,10 @@ def one_of_several(wrap: str, how: str) -> None:
     models = make()
     torch.manual_seed(1)
     twins = make()
-    homes = models if wrap == "bare" else [DDP(model, find_unused_parameters=True) for model in models]
+    homes = [wrap(model) for model in models]
     optimizer = Recorder([p for model in models for p in model.parameters()])
     used = [[1, 0, 0, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 1, 0, 0]]
-    items = [(micro_batch(rank, i), used[rank][i]) for i in range(9)]
-    if how.startswith("sync_every"):
-        for micro, (x, which) in gradsync.sync_every(homes, 3, items):
-            loss = mean_loss(homes[which], x)
-            (loss / 3).backward() if how.endswith("plain") else micro.backward(loss)
-            if micro.last:
-                optimizer.step()
-                optimizer.zero_grad()
-    else:
-
-        @gradsync.accumulating(steps=3, sync=how)
-        def step(one, other, optimizer, x, which):
-            return mean_loss((one, other)[which], x)
-
-        for x, which in items:
-            step(*homes, optimizer, x, which)
+    train(homes, optimizer, [(micro_batch(rank, i), used[rank][i]) for i in range(9)], how)
     for seen, start in zip(optimizer.seen, (0, 3, 6), strict=True):
         places = [(r, i) for r in range(2) for i in range(start, start + 3)]
         loss = sum(mean_loss(twins[used[r][i]], micro_batch(r, i)) for r, i in places) / len(places)
@@ -56,10 +74,13 @@ def one_of_several(wrap: str, how: str) -> None:
                 p.data -= 0.1 * gradient
 
 
-@pytest.mark.parametrize("wrap", ["bare", "find_unused"])
-@pytest.mark.parametrize("how", ["window", "each", "sync_every", "sync_every plain"])
-def test_ranks_that_use_different_models_in_a_window(ranks, wrap, how):
-    ranks(2).run(one_of_several, wrap, how)
+@pytest.mark.parametrize("wrap", [bare, find_unused], ids=["bare", "find_unused"])
+@pytest.mark.parametrize(
+    ("train", "how"),
+    [(by_function, "window"), (by_function, "each"), (by_iterator, backward), (by_iterator, plain_backward)],
+)
+def test_ranks_that_use_different_models_in_a_window(ranks, wrap, train, how):
+    ranks(2).run(one_of_several, wrap, train, how)
 
 
 def static_pair(steps: int, sync: str) -> None:
@@ -137,14 +158,14 @@ class Reader(nn.Module):
         return self.head(seen.detach() if self.detached else seen)
 
 
-def shared_with_a_bystander(wrap: str) -> None:
+def shared_with_a_bystander(wrap) -> None:
     """An actor whose optimizer has its head only, and a critic that shares its encoder and is not trained here."""
     torch.manual_seed(1)
     encoder = nn.Linear(3, 3).double()
     actor, critic = Reader(encoder, detached=True), Reader(encoder, detached=False)
     twins = copy.deepcopy((actor, critic))
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (actor.head, critic)]
-    homes = [DDP(model, find_unused_parameters=True) if wrap == "ddp" else model for model in (actor, critic)]
+    homes = [wrap(model) for model in (actor, critic)]
 
     def losses(actor, critic, x):
         return critic(x).square().mean(), -critic(actor(x)).mean()
@@ -170,7 +191,7 @@ def shared_with_a_bystander(wrap: str) -> None:
             assert torch.allclose(p, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("wrap", ["bare", "ddp"])
+@pytest.mark.parametrize("wrap", [bare, find_unused], ids=["bare", "ddp"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_bystander_that_shares_parameters_with_what_is_trained_keeps_no_gradient(ranks, size, wrap):
     ranks(size).run(shared_with_a_bystander, wrap)

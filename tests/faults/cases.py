@@ -9,26 +9,56 @@ import time
 from tests.faults.play import Scene
 
 
-def _wrap(scene: Scene, how: str) -> None:
+# -- where the model is ---------------------------------------------------------------------------------------------
+
+
+def bare(scene: Scene) -> None:
+    pass
+
+
+def with_buffers(scene: Scene) -> None:
     import torch
+
+    scene.model = scene.home = torch.nn.Sequential(torch.nn.BatchNorm1d(3), scene.model)
+
+
+def ddp(scene: Scene, **options) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
-    if how == "buffers":
-        scene.model = scene.home = torch.nn.Sequential(torch.nn.BatchNorm1d(3), scene.model)
-    elif how == "ddp":
-        scene.home = DistributedDataParallel(scene.model)
-    elif how == "unused":
-        scene.home = DistributedDataParallel(scene.model, find_unused_parameters=True, bucket_cap_mb=1e-4)
-    elif how == "static":
-        scene.home = DistributedDataParallel(scene.model, static_graph=True)
+    scene.home = DistributedDataParallel(scene.model, **options)
 
 
-def in_a_window(scene: Scene, how: str, moment: str) -> None:
-    """In window 1: between two micro-batches, at the boundary, or in its backward; or standing still."""
+def find_unused(scene: Scene) -> None:
+    ddp(scene, find_unused_parameters=True, bucket_cap_mb=1e-4)
+
+
+def static(scene: Scene) -> None:
+    ddp(scene, static_graph=True)
+
+
+# -- when a rank dies -----------------------------------------------------------------------------------------------
+
+
+def between(scene: Scene) -> None:
+    scene.call(2)
+    scene.die()
+    scene.call(2)
+
+
+def standing_still(scene: Scene) -> None:
+    scene.call(2)
+    scene.die(signal.SIGSTOP)
+    scene.call(2)
+
+
+def at_the_boundary(scene: Scene) -> None:
+    scene.call(3)
+    scene.die()
+    scene.call()
+
+
+def in_the_backward(scene: Scene) -> None:
     import torch
-
-    _wrap(scene, how)
-    scene.call(4)
 
     class Deadly(torch.autograd.Function):
         @staticmethod
@@ -37,24 +67,22 @@ def in_a_window(scene: Scene, how: str, moment: str) -> None:
 
         @staticmethod
         def backward(ctx, gradient):
-            if moment == "backward" and scene.calls == 8:
+            if scene.calls == 8:
                 scene.die()
             return gradient
 
     scene.body = lambda model, x: Deadly.apply(model(Deadly.apply(x.clone().requires_grad_()))).square().mean()
-    scene.call(2)
-    if moment == "between":
-        scene.die()
-    if moment == "stands still":
-        scene.die(signal.SIGSTOP)
-    scene.call(1)
-    if moment == "boundary":
-        scene.die()
-    scene.call(1)
+    scene.call(4)
+
+
+def in_window_1(scene: Scene, wrap, moment) -> None:
+    wrap(scene)
+    scene.call(4)
+    moment(scene)
 
 
 def as_a_window_opens(scene: Scene) -> None:
-    _wrap(scene, "buffers")
+    with_buffers(scene)
     scene.call(4)
     scene.die()
     scene.call(4)
@@ -104,10 +132,10 @@ def before_it_hears_that_the_others_have_run_out(scene: Scene) -> None:
         scene.call()
 
 
-def in_sync_every(scene: Scene, plain: bool = False, how: str = "bare") -> None:
+def in_sync_every(scene: Scene, plain: bool = False, wrap=bare) -> None:
     import gradsync
 
-    _wrap(scene, how)
+    wrap(scene)
     for micro, x in gradsync.sync_every(scene.home, 2, [scene.batch] * 8):
         if (micro.window, micro.index) == (2, 1):
             scene.die()
@@ -131,7 +159,7 @@ def in_sync_gradients(scene: Scene) -> None:
         scene.model.zero_grad()
 
 
-def while_another_fails(scene: Scene, how: str) -> None:
+def while_another_fails(scene: Scene, wrap) -> None:
     """The survivor's own backward fails at the boundary, and nobody is there to complete its collectives with."""
     import torch
 
@@ -148,7 +176,7 @@ def while_another_fails(scene: Scene, how: str) -> None:
                 raise ZeroDivisionError("the user's own")
             return gradient
 
-    _wrap(scene, how)
+    wrap(scene)
     scene.body = lambda model, x: model(Trap.apply(x.clone().requires_grad_())).square().mean()
     scene.call(8)
 

@@ -27,14 +27,16 @@ def check(seen: dict[int, dict], text: str, cause: str = "RuntimeError") -> None
 
 
 @pytest.mark.parametrize(
-    ("how", "size", "dying", "moment"),
+    ("wrap", "size", "dying", "moment"),
     [
-        ("bare", 2, 1, "between"), ("bare", 2, 0, "boundary"), ("bare", 3, 1, "backward"), ("ddp", 2, 1, "between"),
-        ("ddp", 2, 0, "backward"), ("unused", 2, 1, "boundary"), ("unused", 3, 0, "backward"), ("static", 2, 1, "backward"),
+        (cases.bare, 2, 1, cases.between), (cases.bare, 2, 0, cases.at_the_boundary),
+        (cases.bare, 3, 1, cases.in_the_backward), (cases.ddp, 2, 1, cases.between),
+        (cases.ddp, 2, 0, cases.in_the_backward), (cases.find_unused, 2, 1, cases.at_the_boundary),
+        (cases.find_unused, 3, 0, cases.in_the_backward), (cases.static, 2, 1, cases.in_the_backward),
     ],
 )  # fmt: skip
-def test_a_rank_that_is_killed_in_a_window(how, size, dying, moment):
-    check(play(cases.in_a_window, size, dying, how, moment), f"{WINDOW_1}: .*{LEFT}")
+def test_a_rank_that_is_killed_in_a_window(wrap, size, dying, moment):
+    check(play(cases.in_window_1, size, dying, wrap, moment), f"{WINDOW_1}: .*{LEFT}")
 
 
 def test_a_rank_that_is_killed_as_a_window_opens():
@@ -45,7 +47,7 @@ def test_a_rank_that_is_killed_as_a_window_opens():
 def test_a_rank_that_nobody_sees_die():
     """It stands still, or dies before the ranks meet at the store: the process group's time-out ends the wait."""
     texts = {
-        cases.in_a_window: WINDOW_1,
+        cases.in_window_1: WINDOW_1,
         cases.at_the_first_call: r"must come to the first window of train_step with these models, but rank 1 did not",
         cases.at_the_first_boundary: r"must come to the first boundary of train_step, but rank 1 did not",
         cases.at_the_start_of_over: r"must come to the data of train_step.over, but rank 1 did not within the process group's",
@@ -56,7 +58,8 @@ def test_a_rank_that_nobody_sees_die():
     }
     every = list(texts)
     for pair in zip(every[::2], every[1::2], strict=True):  # they do little but wait
-        plays = [Play(case, 2, 1, *(["bare", "stands still"] if case is cases.in_a_window else [])) for case in pair]
+        how = {cases.in_window_1: [cases.bare, cases.standing_still]}
+        plays = [Play(case, 2, 1, *how.get(case, [])) for case in pair]
         for case, (saw,) in [(case, running.seen().values()) for case, running in zip(pair, plays)]:
             assert saw["kind"] == "GradSyncError" and re.search(texts[case], saw["text"]) and saw["exit code"] == 0, saw
             assert TIMEOUT / 2 < saw["seconds"] < TIMEOUT + SLACK, saw
@@ -75,7 +78,7 @@ def test_a_rank_that_is_killed_in_sync_every():
 
 def test_a_rank_that_is_killed_in_a_backward_of_the_users_own():
     """Where DDP itself waits, the error is torch's, as nobody can come between the two; then a warning says more."""
-    (bare,), (ddp,) = (play(cases.in_sync_every, 2, 1, True, how).values() for how in ("bare", "ddp"))
+    (bare,), (ddp,) = (play(cases.in_sync_every, 2, 1, True, wrap).values() for wrap in (cases.bare, cases.ddp))
     for saw in (bare, ddp):
         assert saw["seconds"] < TIMEOUT + SLACK, saw
     assert bare["kind"] == "GradSyncError" and not bare["warned"], bare
@@ -89,10 +92,10 @@ def test_a_rank_that_is_killed_before_sync_gradients():
     check(play(cases.in_sync_gradients, 2, 0), r"must take part in sync_gradients, but this one waited in vain")
 
 
-@pytest.mark.parametrize("how", ["bare", "unused"])
-def test_the_first_error_is_not_hidden_by_the_dead_rank(how):
+@pytest.mark.parametrize("wrap", [cases.bare, cases.find_unused])
+def test_the_first_error_is_not_hidden_by_the_dead_rank(wrap):
     """A backward that fails on its own completes its collectives; that these fail as well is not what is told."""
-    (saw,) = play(cases.while_another_fails, 2, 1, how).values()
+    (saw,) = play(cases.while_another_fails, 2, 1, wrap).values()
     assert (saw["kind"], saw["text"]) == ("ZeroDivisionError", "the user's own")
     assert saw["seconds"] < TIMEOUT + SLACK and saw["gradients"] == saw["index"] == 0
 

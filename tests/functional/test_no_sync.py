@@ -85,51 +85,58 @@ def test_no_sync_everywhere(ranks):
     ranks(2).run(no_sync_everywhere)
 
 
-def static_graph_held_first(inside: str, then: str) -> None:
+def forward_and_backward(home, x) -> None:
+    with gradsync.no_sync(home):
+        mean_loss(home, x).backward()
+
+
+def backward_alone(home, x) -> None:
+    loss = mean_loss(home, x)
+    with gradsync.no_sync(home):
+        loss.backward()
+
+
+def forward_alone(home, x) -> None:
+    with gradsync.no_sync(home):
+        loss = mean_loss(home, x)
+    loss.backward()
+
+
+def by_hand(home, optimizer, held: list) -> list:
+    """Three windows of one micro-batch, with what is held in the first; the micro-batches of each."""
+    for i in range(3):
+        mean_loss(home, micro_batch(dist.get_rank(), 1 + i)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [[*held, (0, 1), (1, 1)], [(0, 2), (1, 2)], [(0, 3), (1, 3)]]
+
+
+def by_accumulating(home, optimizer, held: list) -> list:
+    """Two windows of two, without what is held."""
+    optimizer.zero_grad()
+    step = gradsync.accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x) * 2)
+    for i in range(4):
+        step(home, optimizer, micro_batch(dist.get_rank(), 1 + i))
+    return [[(r, i + k) for r in range(2) for k in range(2)] for i in (1, 3)]
+
+
+def static_graph_held_first(inside, then, uneven: bool = False) -> None:
     """The very first backward of a static graph is held, by torch's reckoning a part of the graph: what comes is exact."""
     rank = dist.get_rank()
-    model = small_model()
-    home = DDP(model, static_graph=True)
-    optimizer = Recorder(model.parameters(), lr=0.0)
-    if "forward" in inside:
-        with gradsync.no_sync(home):
-            loss = mean_loss(home, micro_batch(rank, 0))
-            if "backward" in inside:
-                loss.backward()
-        if "backward" not in inside:
-            loss.backward()
-    else:
-        loss = mean_loss(home, micro_batch(rank, 0))
-        with gradsync.no_sync(home):
-            loss.backward()
-    if rank == 0 and "uneven" in inside:
-        with gradsync.no_sync(home):
-            mean_loss(home, micro_batch(0, 9)).backward()
-    held = [(0, 0), (1, 0), *([(0, 9)] if "uneven" in inside else [])]
-    twin = small_model()
+    home, twin = DDP(small_model(), static_graph=True), small_model()
+    optimizer = Recorder(home.parameters(), lr=0.0)
+    inside(home, micro_batch(rank, 0))
+    if rank == 0 and uneven:
+        forward_and_backward(home, micro_batch(0, 9))
     expected = []
-
-    def due(places) -> None:
-        total = sum(mean_loss(twin, micro_batch(*place)) for place in places) / 2
+    for window in then(home, optimizer, [(0, 0), (1, 0), *([(0, 9)] if uneven else [])]):
+        total = sum(mean_loss(twin, micro_batch(*place)) for place in window) / 2
         expected.append(list(torch.autograd.grad(total, list(twin.parameters()))))
-
-    if then == "accumulating":
-        optimizer.zero_grad()
-        step = gradsync.accumulating(steps=2)(lambda model, optimizer, x: mean_loss(model, x) * 2)
-        for i in range(4):
-            step(home, optimizer, micro_batch(rank, 1 + i))
-        for i in (1, 3):
-            due([(r, i + k) for r in range(2) for k in range(2)])
-    else:
-        for i in range(3):
-            mean_loss(home, micro_batch(rank, 1 + i)).backward()
-            due([*(held if i == 0 else ()), (0, 1 + i), (1, 1 + i)])
-            optimizer.step()
-            optimizer.zero_grad()
     assert_equal_updates(optimizer.seen, expected)
 
 
-@pytest.mark.parametrize("then", ["by hand", "accumulating"])
+@pytest.mark.parametrize("then", [by_hand, by_accumulating])
 def test_no_sync_around_the_very_first_backward_of_a_static_graph(ranks, then):
-    for inside in ("forward and backward", "backward", "forward", "forward and backward, uneven"):
+    for inside in (forward_and_backward, backward_alone, forward_alone):
         ranks(2).run(static_graph_held_first, inside, then)
+    ranks(2).run(static_graph_held_first, forward_and_backward, then, True)

@@ -13,7 +13,6 @@ from tests.support.reference import cut, micro_batch
 from tests.support.verdicts import FullRecorder, compare, exact, items_of_rank, on_engine, verdict, verdicts
 
 LENGTHS = {1: [5], 2: [5, 2], 3: [4, 0, 2]}
-UNUSED = {"unused", "used by some"}
 EVEN = {1: [4], 2: [4, 4], 3: [4, 4, 4]}
 ENGINES = ["bare", "ddp", "find_unused", "views"]
 HOMES = [*((one, 2) for one in ENGINES), ("bare", 1), ("bare", 3), ("find_unused", 3)]
@@ -22,30 +21,35 @@ HOMES = [*((one, 2) for one in ENGINES), ("bare", 1), ("bare", 3), ("find_unused
 class Sometimes(nn.Module):
     """A model with a parameter that nobody uses, and a layer that some micro-batches go through."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, phase: bool = False, unused: bool = False, used_by_some: bool = False) -> None:
         super().__init__()
-        self.kind = kind
-        if kind == "complex":  # the first of the parameters: nothing real can be asked of it
+        self.used_by_some = used_by_some
+        if phase:  # complex, and the first of the parameters: nothing real can be asked of it
             self.phase = nn.Parameter(torch.tensor([0.5 + 0.25j, -1.0 + 2.0j, 0.75 - 0.5j], dtype=torch.complex128))
         self.body = small_model()
-        if kind in UNUSED:
+        if unused:
             self.extra = nn.Linear(3, 2).double()
             with torch.no_grad():
                 self.extra.weight.copy_(torch.arange(6.0).reshape(2, 3) / 5)
                 self.extra.bias.zero_()
-        if kind in UNUSED:
             self.nobody = nn.Parameter(torch.ones(4, dtype=torch.float64))
 
     def uses(self, rank: int, index: int) -> bool:
-        return self.kind == "used by some" and (rank + index) % 3 == 0
+        return self.used_by_some and (rank + index) % 3 == 0
 
     def forward(self, rank, index, x):
-        if self.kind == "complex":
+        if hasattr(self, "phase"):
             x = torch.view_as_real(x * self.phase).sum(-1)
         y = self.body(x)
         if self.uses(rank, index):
             y = y + self.extra(x)
         return y.square().mean() + y.sum() * 0.1
+
+
+KINDS = {
+    "all used": {}, "unused": {"unused": True}, "used by some": {"unused": True, "used_by_some": True},
+    "complex": {"phase": True},
+}  # fmt: skip
 
 
 class Watch:
@@ -77,11 +81,11 @@ def mask(parameter):
     return rows.reshape(-1, *[1] * (parameter.dim() - 1))
 
 
-def masked_reference(kind: str, lengths, steps: int):
+def masked_reference(kind: dict, lengths, steps: int):
     def whole(model, window):
         return sum(model(r, i, micro_batch(r, i)) for r, i in window) / len(window)
 
-    model, seen = Sometimes(kind), []
+    model, seen = Sometimes(**kind), []
     for window in cut(lengths, steps):
         grads = torch.autograd.grad(whole(model, window), list(model.parameters()), allow_unused=True)
         grads = [None if g is None else g * mask(p) for g, p in zip(grads, model.parameters(), strict=True)]
@@ -93,45 +97,61 @@ def masked_reference(kind: str, lengths, steps: int):
     return seen
 
 
-def hooked(engine: str, kind: str, how: str):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    lengths = LENGTHS[size] if how in {"over", "unsized", "sync_every, uneven"} else EVEN[size]
-    if "uneven" in how:
-        lengths = [max(1, one) for one in lengths]  # sync_every needs an item on each rank
-    if how == "flush":
-        lengths = [5, 4, 6][:size]  # after as many closed windows each, one rank has nothing in the open one
-    model = Sometimes(kind)
+# -- loops ----------------------------------------------------------------------------------------------------------
+
+
+def calls(steps: int, home, optimizer, data, around=lambda step, data: data) -> None:
+    @gradsync.accumulating(steps, model=home, optimizer=optimizer)  # named, for a rank without items
+    def step(home, optimizer, i, x):
+        return home(dist.get_rank(), i, x)
+
+    for i, x in around(step, data):
+        step(home, optimizer, i, x)
+    step.flush()
+
+
+def over(steps: int, home, optimizer, data) -> None:
+    calls(steps, home, optimizer, data, lambda step, data: step.over(data))
+
+
+def over_unsized(steps: int, home, optimizer, data) -> None:
+    calls(steps, home, optimizer, data, lambda step, data: step.over(iter(data)))
+
+
+def sync_every(steps: int, home, optimizer, data, backward=lambda micro, loss: micro.backward(loss)) -> None:
+    for micro, (i, x) in gradsync.sync_every(home, steps, data):
+        backward(micro, home(dist.get_rank(), i, x))
+        if micro.last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def sync_every_plain(steps: int, home, optimizer, data) -> None:
+    sync_every(steps, home, optimizer, data, lambda micro, loss: (loss / micro.size).backward())
+
+
+def sync_gradients(steps: int, home, optimizer, data) -> None:
+    if isinstance(home, Sometimes):  # a plain DDP promises that every parameter is used
+        home = gradsync.ddp(home, find_unused_parameters=hasattr(home, "extra"))
+    for i, x in data:
+        with gradsync.no_sync(home):
+            (home(dist.get_rank(), i, x) / steps).backward()
+        if i % steps == steps - 1:
+            gradsync.sync_gradients(home)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def hooked(engine: str, kind: dict, loop, lengths: list[int], steps: int):
+    rank = dist.get_rank()
+    model = Sometimes(**kind)
     home = on_engine(model, engine)
     optimizer = FullRecorder(model.parameters())
     watch = Watch(model)
-    steps = 4 if how == "flush" else 2
-    # Named, for a rank without items.
-    step = gradsync.accumulating(steps, model=home, optimizer=optimizer)(lambda home, _, i, x: home(rank, i, x))
 
     def run():
         data = list(enumerate(items_of_rank(lengths)))
-        if how.startswith("sync_every"):
-            for micro, (i, x) in gradsync.sync_every(home, steps, data):
-                loss = home(rank, i, x)
-                (loss / micro.size).backward() if "plain" in how else micro.backward(loss)
-                if micro.last:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        elif how == "sync_gradients":
-            # A plain DDP promises that every parameter is used.
-            home_ = gradsync.ddp(home, find_unused_parameters=kind in UNUSED) if engine == "bare" else home
-            for i, x in data:
-                with gradsync.no_sync(home_):
-                    (home_(rank, i, x) / steps).backward()
-                if i % steps == steps - 1:
-                    gradsync.sync_gradients(home_)
-                    optimizer.step()
-                    optimizer.zero_grad()
-        else:
-            items = step.over(data if how == "over" else iter(data)) if how in {"over", "unsized"} else data
-            for i, x in items:
-                step(home, optimizer, i, x)
-            step.flush()
+        loop(steps, home, optimizer, data)
         for name, told in watch.told.items():
             if name.startswith("extra"):
                 num = sum(model.uses(rank, i) for i, _ in data)
@@ -144,27 +164,37 @@ def hooked(engine: str, kind: str, how: str):
     return verdict(run)
 
 
-HOWS = ["over", "unsized", "calls", "flush", "sync_every", "sync_every, uneven", "sync_every, plain", "sync_gradients"]
+LOOPS = {
+    "over": (over, LENGTHS, 2),
+    "unsized": (over_unsized, LENGTHS, 2),
+    "calls": (calls, EVEN, 2),
+    # After as many closed windows each, one rank has nothing in the open one.
+    "flush": (calls, {1: [5], 2: [5, 4], 3: [5, 4, 6]}, 4),
+    "sync_every": (sync_every, EVEN, 2),
+    "sync_every, uneven": (sync_every, {**LENGTHS, 3: [4, 1, 2]}, 2),  # it needs an item on each rank
+    "sync_every, plain": (sync_every_plain, EVEN, 2),
+    "sync_gradients": (sync_gradients, EVEN, 2),
+}
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("kind", ["all used", "unused", "used by some", "complex"])
+@pytest.mark.parametrize(("loop", "lengths", "steps"), LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(("engine", "size"), HOMES)
-def test_hooks_on_parameters(ranks, engine, size, kind, how):
+def test_hooks_on_parameters(ranks, engine, size, kind, loop, lengths, steps):
     """Each hook runs once for each gradient of this rank's micro-batches; what it makes of it is in the mean.
 
     A plain DDP promises that every parameter is used, so what is not used is asked of the others. With a communication
     of one's own (`sync_gradients`) no gradient of a micro-batch comes, and no hook runs.
     """
-    if kind in UNUSED and engine in {"ddp", "views"}:
+    if "unused" in kind and engine in {"ddp", "views"}:
         pytest.skip("DDP without find_unused_parameters asks that each parameter be used")
-    exact(verdicts(ranks(size), hooked, engine, kind, how))
+    exact(verdicts(ranks(size), hooked, engine, kind, loop, lengths[size], steps))
 
 
 def removed_and_kept(engine: str):
     """The handles that the user holds still work after windows that were uneven."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = Sometimes("all used")
+    model = Sometimes()
     home = on_engine(model, engine)
     optimizer = FullRecorder(model.parameters())
     calls = {"removed": 0, "kept": 0}

@@ -124,7 +124,7 @@ def test_a_read_ahead_inside_over(ranks, engine, size, reader):
 # -- several loops of one function ----------------------------------------------------------------------------------
 
 
-def zipped(engine: str, num: int, calls: str):
+def zipped(engine: str, num: int, calls: int):
     """Two `.over`s of one function at once, and then an ordinary loop."""
     step, home, optimizer = made(engine)
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -133,9 +133,9 @@ def zipped(engine: str, num: int, calls: str):
     def both():
         for a, b in zip(step.over(firsts), step.over(seconds)):
             step(home, optimizer, micro_batch(rank, a))
-            if calls == "a call for each":
+            if calls == 2:
                 step(home, optimizer, micro_batch(rank, b))
-        order = [i for pair in zip(firsts, seconds) for i in pair] if calls == "a call for each" else list(firsts)
+        order = [i for pair in zip(firsts, seconds) for i in pair] if calls == 2 else list(firsts)
         windows = [[(r, order[i]) for r, i in window] for window in cut([len(order)] * size, 3)]
         compare(optimizer.seen, train(small_model(), windows, window_mean)[0])
 
@@ -144,8 +144,7 @@ def zipped(engine: str, num: int, calls: str):
         step.reset()
 
     def afterwards():
-        start = small_model().state_dict()
-        home.load_state_dict({("module." if engine != "bare" else "") + key: value for key, value in start.items()})
+        getattr(home, "module", home).load_state_dict(small_model().state_dict())
         optimizer.seen = []
         for x in step.over(items_of_rank([5] * size)):
             step(home, optimizer, x)
@@ -166,7 +165,7 @@ def test_a_loop_that_is_closed_after_a_later_one_began():
     compare(optimizer.seen, train(small_model(), cut([2], 3), window_mean)[0])
 
 
-@pytest.mark.parametrize("calls", ["a call for each", "a call for both"])
+@pytest.mark.parametrize("calls", [2, 1], ids=["a call for each", "a call for both"])
 @pytest.mark.parametrize("num", [3, 4])
 @pytest.mark.parametrize(("engine", "size"), HOMES)
 def test_a_zip_of_two_overs(ranks, engine, size, num, calls):
@@ -248,26 +247,37 @@ def test_one_more_call_on_the_last_item(ranks, engine, size, num, known):
 # -- loops that are left --------------------------------------------------------------------------------------------
 
 
-def left(engine: str, how: str, at: int):
+def by_break(step, items, call, at: int) -> None:
+    for i, x in enumerate(step.over(items)):
+        call(x)
+        if i == at:
+            break
+
+
+def by_return(step, items, call, at: int) -> None:
+    for i, x in enumerate(step.over(items)):
+        call(x)
+        if i == at:
+            return
+
+
+def by_an_error(step, items, call, at: int) -> None:
+    for i, x in enumerate(step.over(items)):
+        call(x)
+        if i == at:
+            raise KeyError("the user's own")
+
+
+def left(engine: str, leave, at: int):
     step, home, optimizer = made(engine)
-
-    def run():
-        for i, x in enumerate(step.over(items_of_rank([7] * dist.get_world_size()))):
-            step(home, optimizer, x)
-            if i == at and how == "break":
-                break
-            if i == at and how == "an error":
-                raise KeyError("the user's own")
-            if i == at and how == "return":
-                return
-
+    items = items_of_rank([7] * dist.get_world_size())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         gc.collect()  # functions of other cases that left a window open speak now
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            run()
+            leave(step, items, lambda x: step(home, optimizer, x), at)
         except KeyError as error:
             error.__traceback__ = None
         gc.collect()
@@ -280,20 +290,20 @@ def left(engine: str, how: str, at: int):
 
 
 @pytest.mark.parametrize("at", [3, 4, 5])
-@pytest.mark.parametrize("how", ["break", "return", "an error"])
+@pytest.mark.parametrize("leave", [by_break, by_return, by_an_error])
 @pytest.mark.parametrize(("engine", "size"), [("bare", 1), ("bare", 2), ("ddp", 2)])
-def test_a_loop_that_is_left_early(ranks, engine, size, how, at):
+def test_a_loop_that_is_left_early(ranks, engine, size, leave, at):
     """The open window stays and can be flushed; a warning names `flush` and `reset`, and comes from no file of torch.
 
     A window that has just closed is no reason for a word; neither is an error, which says enough by itself.
     """
-    said = ranks(size).run(left, engine, how, at, limit=45)
+    said = ranks(size).run(left, engine, leave, at, limit=45)
     for texts, files, index, after in said:
         assert index == (at + 1) % 3
         exact([after])
-        if index and how != "an error":
-            assert len(texts) == 1, f"{how} at {at} said {texts}"
+        if index and leave is not by_an_error:
+            assert len(texts) == 1, f"{leave.__name__} at {at} said {texts}"
             assert "flush" in texts[0] and "reset" in texts[0], texts
             assert not any("weakref.py" in file or "/torch/" in file for file in files), files
         else:
-            assert not texts, f"{how} at {at} said {texts}"
+            assert not texts, f"{leave.__name__} at {at} said {texts}"

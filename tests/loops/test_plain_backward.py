@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 import gradsync
 from gradsync import GradSyncError, sync_every
@@ -18,104 +20,97 @@ from tests.support.verdicts import (
 )  # fmt: skip
 
 HOMES = [*((one, 2) for one in ENGINES), ("bare", 1), ("ddp", 1), ("bare", 3)]
+MAY_STAY_UNUSED = {"bare", "find_unused"}  # engines on which a parameter may
 
 
-def penalty(model, x, create_graph: bool = False):
+def plain(step, loss):
+    (loss / step.size).backward()
+
+
+def by_step(step, loss):
+    step.backward(loss)
+
+
+BACKWARDS = pytest.mark.parametrize("backward", [plain, by_step])
+
+
+# -- what else a turn of the loop differentiates --------------------------------------------------------------------
+
+
+def loss_and_squares(model, x, create_graph: bool):
     """The mean loss, and the squared norm of its gradient at the input and at the parameters."""
     x = x.detach().clone().requires_grad_()
     loss = mean_loss(model, x)
     inside = [x, *model.parameters()]
     grads = torch.autograd.grad(loss, inside, create_graph=create_graph, retain_graph=True, allow_unused=True)
-    squares = sum(grad.square().sum() for grad in grads if grad is not None)
-    return loss + 0.1 * squares if create_graph else loss
+    return loss, sum(grad.square().sum() for grad in grads if grad is not None)
 
 
-class Body:
-    """What a turn of the loop runs before, and beside, its backward."""
-
-    def __init__(self, kind: str, home: nn.Module) -> None:
-        self.kind, self.home, self.other = kind, home, small_model()
-
-    def loss(self, x):
-        if self.kind == "another model's backward":
-            self.other(x).sum().backward()
-        if self.kind == "a loss through another model":
-            return mean_loss(self.home, x) + 0.0 * self.other(x).sum()
-        if self.kind in {"autograd.grad", "a gradient penalty"}:
-            return penalty(self.home, x, create_graph=self.kind == "a gradient penalty")
-        return mean_loss(self.home, x)
-
-    def after(self, x):
-        if self.kind == "another model's backward":
-            self.other(x).square().sum().backward()
-        if self.kind == "autograd.grad":
-            penalty(self.home, x)
+def penalty(model, x):
+    loss, squares = loss_and_squares(model, x, create_graph=True)
+    return loss + 0.1 * squares
 
 
-BODIES = ["plain", "autograd.grad", "a gradient penalty", "another model's backward", "a loss through another model"]
+def nothing_else(home, other, x, backward):
+    backward(mean_loss(home, x))
 
 
-def plain(engine: str, kind: str, unused: bool):
-    size = dist.get_world_size()
-    home = on_engine(small_model(unused=unused), engine)
+def asking_for_gradients(home, other, x, backward):
+    backward(loss_and_squares(home, x, create_graph=False)[0])
+    loss_and_squares(home, x, create_graph=False)
+
+
+def a_gradient_penalty(home, other, x, backward):
+    backward(penalty(home, x))
+
+
+def another_models_backward(home, other, x, backward):
+    other(x).sum().backward()
+    backward(mean_loss(home, x))
+    other(x).square().sum().backward()
+
+
+def a_loss_through_another_model(home, other, x, backward):
+    backward(mean_loss(home, x) + 0.0 * other(x).sum())
+
+
+BODIES = [nothing_else, asking_for_gradients, a_gradient_penalty, another_models_backward, a_loss_through_another_model]
+
+
+def differentiated(engine: str, body, backward, lengths: list[int], unused: bool = False):
+    home, other = on_engine(small_model(unused=unused), engine), small_model()
     optimizer = FullRecorder(home.parameters())
-    body = Body(kind, home)
+    loss = penalty if body is a_gradient_penalty else mean_loss
 
     def run():
-        for step, x in sync_every(home, 3, items_of_rank([6] * size)):
-            (body.loss(x) / step.size).backward()
-            body.after(x)
+        for step, x in sync_every(home, 3, items_of_rank(lengths)):
+            body(home, other, x, partial(backward, step))
             if step.last:
                 optimizer.step()
                 optimizer.zero_grad()
 
         def whole(model, window):
-            graph = kind == "a gradient penalty"
-            return sum(penalty(model, micro_batch(r, i), create_graph=graph) for r, i in window) / len(window)
+            return sum(loss(model, micro_batch(r, i)) for r, i in window) / len(window)
 
-        compare(optimizer.seen, train(small_model(unused=unused), cut([6] * size, 3), whole)[0])
+        compare(optimizer.seen, train(small_model(unused=unused), cut(lengths, 3), whole)[0])
 
     return verdict(run)
 
 
-@pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize(("engine", "size"), HOMES)
-def test_a_plain_backward(ranks, engine, size, kind):
+def test_a_plain_backward(ranks, engine, size, body):
     """The loop that somebody has already: sums over the window, averaged over ranks, divided by the user."""
-    if engine == "fsdp2" and kind in {"autograd.grad", "a gradient penalty"}:
+    if engine == "fsdp2" and body in {asking_for_gradients, a_gradient_penalty}:
         pytest.skip("the gradients of sharded parameters are not for torch.autograd.grad")
-    unused = engine in {"bare", "find_unused"}
-    exact(verdicts(ranks(size), plain, engine, kind, unused))
+    exact(verdicts(ranks(size), differentiated, engine, body, plain, [6] * size, engine in MAY_STAY_UNUSED))
 
 
-def by_step(engine: str, kind: str):
-    size = dist.get_world_size()
-    home = on_engine(small_model(), engine)
-    optimizer = FullRecorder(home.parameters())
-    body = Body(kind, home)
-
-    def run():
-        for step, x in sync_every(home, 3, items_of_rank([5, 2, 4][:size])):
-            step.backward(body.loss(x))
-            body.after(x)
-            if step.last:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        def whole(model, window):
-            graph = kind == "a gradient penalty"
-            return sum(penalty(model, micro_batch(r, i), create_graph=graph) for r, i in window) / len(window)
-
-        compare(optimizer.seen, train(small_model(), cut([5, 2, 4][:size], 3), whole)[0])
-
-    return verdict(run)
-
-
-@pytest.mark.parametrize("kind", BODIES[1:])
+@pytest.mark.parametrize("body", BODIES[1:])
 @pytest.mark.parametrize(("engine", "size"), [*((one, 2) for one in NOT_SHARDED), ("bare", 1), ("bare", 3)])
-def test_the_same_bodies_with_step_backward(ranks, engine, size, kind):
+def test_the_same_bodies_with_step_backward(ranks, engine, size, body):
     """Uneven ranks too: what else the body differentiates has no part in the window."""
-    exact(verdicts(ranks(size), by_step, engine, kind))
+    exact(verdicts(ranks(size), differentiated, engine, body, by_step, [5, 2, 4][:size]))
 
 
 def second_on_boundary(engine: str):
@@ -163,52 +158,52 @@ def one_layer_beside(step, loss):
 MIXED = [own_after, own_before, own_where_held, own_on_the_last, one_layer_beside]
 
 
-def mixed(engine: str, number: int, steps: int):
+def mixed(engine: str, backwards, steps: int):
     home = on_engine(small_model(), engine)
     optimizer = FullRecorder(home.parameters())
 
     def run():
         for step, x in sync_every(home, steps, items_of_rank([4] * dist.get_world_size())):
-            MIXED[number](step, lambda layers=9, x=x: home(x).square().mean() if layers == 9 else some_of(home, engine, x))
+            backwards(step, lambda layers=9, x=x: home(x).square().mean() if layers == 9 else some_of(home, x))
             assert not step.last, "the window has closed"
         assert not optimizer.seen
 
     return verdict(run)
 
 
-def some_of(home, engine: str, x):
-    """A loss of one layer alone."""
-    model = home if engine in {"bare", "fsdp2"} else home.module
-    return home(x).sum() if engine == "fsdp2" else model[0].weight.square().sum() + 0.0 * x.sum()
+def some_of(home, x):
+    """A loss of one layer alone; what is sharded is whole in a forward alone."""
+    if isinstance(home, FSDPModule):
+        return home(x).sum()
+    return getattr(home, "module", home)[0].weight.square().sum() + 0.0 * x.sum()
 
 
-@pytest.mark.parametrize("number", range(len(MIXED)), ids=[one.__name__ for one in MIXED])
+@pytest.mark.parametrize("backwards", MIXED)
 @pytest.mark.parametrize(("engine", "size"), HOMES)
-def test_a_plain_backward_beside_step_backward(ranks, engine, size, number):
+def test_a_plain_backward_beside_step_backward(ranks, engine, size, backwards):
     """It would be scaled by nothing, or stay on its rank: the window is refused before the optimizer's step."""
-    for steps in (2,) if MIXED[number] in {own_where_held, own_on_the_last} else (2, 1):
-        refused(verdicts(ranks(size), mixed, engine, number, steps), "plain backward|second", "add|once")
+    for steps in (2,) if backwards in {own_where_held, own_on_the_last} else (2, 1):
+        refused(verdicts(ranks(size), mixed, engine, backwards, steps), "plain backward|second", "add|once")
 
 
-def stepping(engine: str, how: str):
+def stepping(engine: str, backward):
     home = on_engine(small_model(), engine)
     optimizer = FullRecorder(home.parameters())
 
     def run():
         for step, x in sync_every(home, 2, items_of_rank([4] * dist.get_world_size())):
-            loss = mean_loss(home, x)
-            step.backward(loss) if how == "step.backward" else loss.backward()
+            backward(step, mean_loss(home, x))
             optimizer.step()
             optimizer.zero_grad()
 
     return verdict(run)
 
 
-@pytest.mark.parametrize("how", ["step.backward", "plain"])
+@BACKWARDS
 @pytest.mark.parametrize(("engine", "size"), HOMES)
-def test_an_update_on_a_held_micro_step(ranks, engine, size, how):
+def test_an_update_on_a_held_micro_step(ranks, engine, size, backward):
     """`if step.last:` was forgotten: on FSDP the step would do nothing, elsewhere the replicas would part."""
-    refused(verdicts(ranks(size), stepping, engine, how), "step", "last")
+    refused(verdicts(ranks(size), stepping, engine, backward), "step", "last")
 
 
 def stepping_another(engine: str):
@@ -239,40 +234,49 @@ def test_an_update_of_another_model_on_a_held_micro_step(ranks, engine, size):
 # -- run= -----------------------------------------------------------------------------------------------------------
 
 
-def runner(how: str, home: nn.Module):
-    """What runs the backward, and what the body calls as its model."""
-    if how == "accelerate":
-        from accelerate import Accelerator
+# Each gives what runs the backward, and what the body calls as its model.
 
-        names = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
-        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29511}
-        before = dict(os.environ)
-        os.environ.update({name: str(value) for name, value in names.items()})
-        try:
-            accelerator = Accelerator(cpu=True)
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-        return accelerator.backward, home
-    if how == "fabric":
-        from lightning_fabric import Fabric
 
-        fabric = Fabric(accelerator="cpu", devices=1)
-        return fabric.backward, fabric.setup(home)
-    if how == "a function":
-        return (lambda loss: loss.backward()), home
-    if how == "twice the loss":
-        return (lambda loss: (2 * loss).backward()), home
+def accelerate(home: nn.Module):
+    from accelerate import Accelerator
+
+    names = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29511}
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in names.items()})
+    try:
+        accelerator = Accelerator(cpu=True)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return accelerator.backward, home
+
+
+def fabric(home: nn.Module):
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    return fabric.backward, fabric.setup(home)
+
+
+def a_function(home: nn.Module):
+    return (lambda loss: loss.backward()), home
+
+
+def tensor_backward(home: nn.Module):
     return torch.Tensor.backward, home
 
 
-def run_by(engine: str, how: str, counted: bool):
-    size = dist.get_world_size()
-    lengths = [5, 2, 4][:size]
+def twice_the_loss(home: nn.Module):
+    return (lambda loss: (2 * loss).backward()), home
+
+
+def run_by(engine: str, runner, counted: bool):
+    lengths = [5, 2, 4][: dist.get_world_size()]
     home = on_engine(small_model(), engine)
-    backward, model = runner(how, home)
+    backward, model = runner(home)
     optimizer = FullRecorder(home.parameters())
-    factor = 2 if how == "twice the loss" else 1
+    factor = 2 if runner is twice_the_loss else 1
 
     def run():
         for step, x in sync_every(home, 3, items_of_rank(lengths)):
@@ -289,19 +293,19 @@ def run_by(engine: str, how: str, counted: bool):
 
 @pytest.mark.parametrize("counted", [False, True], ids=["means", "counts"])
 @pytest.mark.parametrize(
-    ("how", "engine", "size"),
+    ("runner", "engine", "size"),
     [
-        *(("a function", engine, size) for engine, size in HOMES),
-        ("Tensor.backward", "bare", 2),
-        ("twice the loss", "bare", 2),
-        *((how, engine, 2) for how in ("accelerate", "fabric") for engine in ("bare", "ddp")),
-        ("accelerate", "bare", 1),
-        ("fabric", "bare", 1),
+        *((a_function, engine, size) for engine, size in HOMES),
+        (tensor_backward, "bare", 2),
+        (twice_the_loss, "bare", 2),
+        *((runner, engine, 2) for runner in (accelerate, fabric) for engine in ("bare", "ddp")),
+        (accelerate, "bare", 1),
+        (fabric, "bare", 1),
     ],
 )
-def test_who_runs_the_backward(ranks, how, engine, size, counted):
+def test_who_runs_the_backward(ranks, runner, engine, size, counted):
     """`run=` is given the scaled loss, and the window is as exact as with the library's own backward."""
-    exact(verdicts(ranks(size), run_by, engine, how, counted))
+    exact(verdicts(ranks(size), run_by, engine, runner, counted))
 
 
 def run_nothing(engine: str):
@@ -339,44 +343,41 @@ def test_no_sync_on_a_bare_model(ranks, size):
     exact(said) if size == 1 else refused(said, "ddp", "no_sync")
 
 
-def windows_of_one_on_fsdp1(kind: str):
+def windows_of_one_on_fsdp1(backward, both_after: bool = False):
     """FSDP1 puts other storage behind its flat parameters in each forward: nobody may hold their nodes."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
     rank, size = dist.get_rank(), dist.get_world_size()
-    home = FSDP(small_model(), device_id=torch.device("cpu"), use_orig_params=True)
+    home = FullyShardedDataParallel(small_model(), device_id=torch.device("cpu"), use_orig_params=True)
     optimizer, twin = torch.optim.SGD(home.parameters(), lr=0.1), small_model()
     by_hand = torch.optim.SGD(twin.parameters(), lr=0.1)
 
     def run():
         for step, x in sync_every(home, 1, [micro_batch(rank, i) for i in range(3)]):
-            loss = mean_loss(home, x)
-            loss.backward() if kind == "plain" else step.backward(loss)
+            backward(step, mean_loss(home, x))
             optimizer.step()
             optimizer.zero_grad()
             (sum(mean_loss(twin, micro_batch(r, step.window)) for r in range(size)) / size).backward()
             by_hand.step()
             by_hand.zero_grad()
-        with FSDP.summon_full_params(home):
+        with FullyShardedDataParallel.summon_full_params(home):
             for mine, right in zip(home.parameters(), twin.parameters()):
-                assert torch.allclose(mine, right, atol=1e-12), kind
-        if kind == "both":
+                assert torch.allclose(mine, right, atol=1e-12)
+        if both_after:
             for step, x in sync_every(home, 1, [micro_batch(rank, 0)]):
-                step.backward(mean_loss(home, x))
-                mean_loss(home, x).backward()
+                by_step(step, mean_loss(home, x))
+                plain(step, mean_loss(home, x))
 
     return verdict(run)
 
 
 def test_windows_of_one_micro_batch_on_fsdp1(ranks):
-    for kind in ("plain", "step"):
-        exact(verdicts(ranks(2), windows_of_one_on_fsdp1, kind))
-    refused(verdicts(ranks(2), windows_of_one_on_fsdp1, "both"), "plain backward", "once")
+    for backward in (plain, by_step):
+        exact(verdicts(ranks(2), windows_of_one_on_fsdp1, backward))
+    refused(verdicts(ranks(2), windows_of_one_on_fsdp1, by_step, True), "plain backward", "once")
 
 
 def run_by_one_that_divides():
     """Accelerate divides by its own number of steps; what the error says of it."""
-    backward, home = runner("accelerate", small_model())
+    backward, home = accelerate(small_model())
     accelerator = backward.__self__
     accelerator.gradient_accumulation_steps = 2
     try:
@@ -393,26 +394,24 @@ def test_what_divides_by_itself_may_not_run_the_backward(ranks):
     for said in ranks(2).run(run_by_one_that_divides):
         assert "divides it by its gradient_accumulation_steps, which are 2" in said
 
-def cleared_on_fsdp1(kind: str, when: str, original: bool):
-    """Gradients are cleared before a window, or made zeros after it."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+def cleared_on_fsdp1(backward, before: bool, original: bool):
+    """Gradients are cleared before a window, or made zeros after it."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    home = FSDP(small_model(), device_id=torch.device("cpu"), use_orig_params=original)
+    home = FullyShardedDataParallel(small_model(), device_id=torch.device("cpu"), use_orig_params=original)
     optimizer = torch.optim.SGD(home.parameters(), lr=0.1)
 
     def run():
         for step, x in sync_every(home, 2, [micro_batch(rank, i) for i in range(6)]):
-            if when == "before" and not step.index:
+            if before and not step.index:
                 optimizer.zero_grad()
-            loss = mean_loss(home, x)
-            (loss / step.size).backward() if kind == "plain" else step.backward(loss)
+            backward(step, mean_loss(home, x))
             if step.last:
                 optimizer.step()
-                if when == "zeros":
+                if not before:
                     optimizer.zero_grad(set_to_none=False)
         twin = train(small_model(), cut([6] * size, 2), window_mean)[1]
-        with FSDP.summon_full_params(home):
+        with FullyShardedDataParallel.summon_full_params(home):
             mine = torch.cat([parameter.flatten() for parameter in home.parameters()])
         right = torch.cat([parameter.flatten() for parameter in twin.parameters()])
         assert torch.allclose(mine[: right.numel()], right, atol=1e-12)
@@ -421,7 +420,7 @@ def cleared_on_fsdp1(kind: str, when: str, original: bool):
 
 
 @pytest.mark.parametrize("original", [True, False])
-@pytest.mark.parametrize("when", ["before", "zeros"])
-@pytest.mark.parametrize("kind", ["plain", "step"])
-def test_gradients_of_fsdp1_are_cleared_as_one_likes(ranks, kind, when, original):
-    exact(verdicts(ranks(2), cleared_on_fsdp1, kind, when, original))
+@pytest.mark.parametrize("before", [True, False], ids=["before", "zeros after"])
+@BACKWARDS
+def test_gradients_of_fsdp1_are_cleared_as_one_likes(ranks, backward, before, original):
+    exact(verdicts(ranks(2), cleared_on_fsdp1, backward, before, original))

@@ -63,11 +63,29 @@ def contrast(y):
     return torch.logsumexp(y @ y.T, dim=1).mean() + y.square().mean()
 
 
-def cached(engine: str, how: str):
+def sync_gradients(home, pairs: list) -> None:
+    with gradsync.no_sync(home):
+        for x, grad in pairs:
+            home(x).backward(grad)
+    gradsync.sync_gradients(home)
+
+
+def plain(home, pairs: list) -> None:
+    for _, (x, grad) in gradsync.sync_every(home, len(pairs), pairs):
+        home(x).backward(grad)
+
+
+def step_backward(home, pairs: list) -> None:
+    for step, (x, grad) in gradsync.sync_every(home, len(pairs), pairs):
+        step.backward((home(x) * grad).sum() * step.size)  # the sum over chunks, of which it makes the mean
+
+
+def cached(engine: str, run_chunks):
     """Gradient caching: the loss's gradient at the embeddings first, then each chunk's backward from it."""
     rank, size, num = dist.get_rank(), dist.get_world_size(), 3
     model = small_model()
-    home = gradsync.ddp(on_engine(model, engine)) if how == "sync_gradients" else on_engine(model, engine)
+    home = on_engine(model, engine)
+    home = gradsync.ddp(home) if run_chunks is sync_gradients else home
     optimizer = FullRecorder(model.parameters())
 
     def cache(chunks):
@@ -79,19 +97,7 @@ def cached(engine: str, how: str):
     def run():
         for window in range(2):
             chunks = [micro_batch(rank, 10 * window + i) for i in range(num)]
-            pairs = list(zip(chunks, cache(chunks), strict=True))
-            if how == "sync_gradients":
-                with gradsync.no_sync(home):
-                    for x, grad in pairs:
-                        home(x).backward(grad)
-                gradsync.sync_gradients(home)
-            else:
-                for step, (x, grad) in gradsync.sync_every(home, num, pairs):
-                    y = home(x)
-                    if how == "plain":
-                        y.backward(grad)
-                    else:  # the sum over chunks, of which step.backward makes the mean
-                        step.backward((y * grad).sum() * step.size)
+            run_chunks(home, list(zip(chunks, cache(chunks), strict=True)))
             optimizer.step()
             optimizer.zero_grad()
         twin = small_model()
@@ -107,7 +113,7 @@ def cached(engine: str, how: str):
     return verdict(run)
 
 
-@pytest.mark.parametrize("how", ["sync_gradients", "plain", "step.backward"])
+@pytest.mark.parametrize("run_chunks", [sync_gradients, plain, step_backward])
 @pytest.mark.parametrize(("engine", "size"), HOMES)
-def test_gradient_caching(ranks, engine, size, how):
-    exact(verdicts(ranks(size), cached, engine, how))
+def test_gradient_caching(ranks, engine, size, run_chunks):
+    exact(verdicts(ranks(size), cached, engine, run_chunks))

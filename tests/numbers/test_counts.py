@@ -19,55 +19,62 @@ from tests.support.verdicts import ENGINES, FullRecorder, compare, exact, items_
 
 # What goes wrong where such counts are added in their own dtype: rounding, wrapping, or three Trues that are one.
 COUNTS = {
-    "int": [3, 1, 4, 1, 5],
-    "float": [0.1, 0.7, 2.5, 0.3, 0.2],
-    "bool": [True, True, True, False, True],
-    "uint8": [200, 100, 255, 3, 250],
-    "int8": [100, 100, 127, 3, 120],
-    "int16": [30000, 20000, 32767, 1, 32000],
-    "int32": [2**31 - 1, 2**31 - 1, 2**31 - 2, 7, 2**31 - 3],
-    "int64": [2**40, 3, 2**41, 7, 1],
-    "float16": [2048, 1, 1, 1, 3],
-    "float16, large": [60000, 60000, 60000, 60000, 60000],
-    "bfloat16": [256, 1, 1, 1, 3],
-    "float32": [2**24, 1, 1, 1, 3],
-    "float64": [0.1, 0.7, 2.5, 0.3, 0.2],
+    "int": (None, [3, 1, 4, 1, 5]),
+    "float": (None, [0.1, 0.7, 2.5, 0.3, 0.2]),
+    "bool": (torch.bool, [True, True, True, False, True]),
+    "uint8": (torch.uint8, [200, 100, 255, 3, 250]),
+    "int8": (torch.int8, [100, 100, 127, 3, 120]),
+    "int16": (torch.int16, [30000, 20000, 32767, 1, 32000]),
+    "int32": (torch.int32, [2**31 - 1, 2**31 - 1, 2**31 - 2, 7, 2**31 - 3]),
+    "int64": (torch.int64, [2**40, 3, 2**41, 7, 1]),
+    "float16": (torch.float16, [2048, 1, 1, 1, 3]),
+    "float16, large": (torch.float16, [60000, 60000, 60000, 60000, 60000]),
+    "bfloat16": (torch.bfloat16, [256, 1, 1, 1, 3]),
+    "float32": (torch.float32, [2**24, 1, 1, 1, 3]),
+    "float64": (torch.float64, [0.1, 0.7, 2.5, 0.3, 0.2]),
 }
 LENGTHS = {1: [5], 2: [5, 3], 3: [5, 2, 4]}
+EVEN = {size: [4] * size for size in LENGTHS}  # without .over every rank closes the same number of windows
 
 
 def number(kind: str, rank: int, index: int):
     """The count as the user has it: the ranks begin at different places."""
-    values = COUNTS[kind]
+    dtype, values = COUNTS[kind]
     value = values[(index + rank) % len(values)]
-    if kind in {"int", "float"}:
+    if dtype is None:
         return value
-    tensor = torch.tensor(value, dtype=getattr(torch, kind.split(",")[0]))
+    tensor = torch.tensor(value, dtype=dtype)
     return tensor.reshape(1) if index % 2 else tensor  # of one element, or a scalar
 
 
-def updates(engine: str, how: str, lengths, count_of, steps: int = 4):
-    """The gradients of each update of one loop, and the decorated function."""
+def over(step, home, optimizer, count_of, data: list, steps: int) -> None:
+    for i, x in step.over(data):
+        step(i, x)
+
+
+def flush(step, home, optimizer, count_of, data: list, steps: int) -> None:
+    for i, x in data:
+        step(i, x)
+    step.flush()
+
+
+def sync_every(step, home, optimizer, count_of, data: list, steps: int) -> None:
+    for micro, (i, x) in gradsync.sync_every(home, steps, data):
+        micro.backward(sum_loss(home, x), count=count_of(i))
+        if micro.last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def updates(engine: str, loop, lengths, count_of, steps: int = 4):
+    """The gradients of each update of one loop."""
     home = on_engine(small_model(), engine)
     optimizer = FullRecorder(home.parameters(), lr=1e-3)
     step = gradsync.accumulating(steps=steps, model=home, optimizer=optimizer)(
         lambda i, x: LossSum(sum_loss(home, x), count_of(i))
     )
-    data = list(enumerate(items_of_rank(lengths)))
-    if how == "sync_every":
-        for micro, (i, x) in gradsync.sync_every(home, steps, data):
-            micro.backward(sum_loss(home, x), count=count_of(i))
-            if micro.last:
-                optimizer.step()
-                optimizer.zero_grad()
-    elif how == "over":
-        for i, x in step.over(data):
-            step(i, x)
-    else:
-        for i, x in data:
-            step(i, x)
-        step.flush()
-    return optimizer.seen, step
+    loop(step, home, optimizer, count_of, list(enumerate(items_of_rank(lengths))), steps)
+    return optimizer.seen
 
 
 def reference(lengths, value_of, steps: int = 4):
@@ -79,15 +86,12 @@ def reference(lengths, value_of, steps: int = 4):
 
 
 def of_every_dtype(engine: str, kind: str):
-    rank, lengths = dist.get_rank(), LENGTHS[dist.get_world_size()]
+    rank, size = dist.get_rank(), dist.get_world_size()
 
     def run():
-        for how in ("over", "sync_every"):
-            seen, _ = updates(engine, how, lengths, lambda i: number(kind, rank, i))
+        for loop, lengths in ((over, LENGTHS[size]), (sync_every, LENGTHS[size]), (flush, EVEN[size])):
+            seen = updates(engine, loop, lengths, lambda i: number(kind, rank, i))
             compare(seen, reference(lengths, lambda r, i: number(kind, r, i)))
-        even = [4] * len(lengths)  # without .over every rank closes the same number of windows
-        seen, _ = updates(engine, "flush", even, lambda i: number(kind, rank, i))
-        compare(seen, reference(even, lambda r, i: number(kind, r, i)))
 
     return verdict(run)
 
@@ -99,44 +103,40 @@ def test_counts_of_every_dtype(ranks, engine, size, kind):
     exact(verdicts(ranks(size), of_every_dtype, engine, kind))
 
 
-def of_many_ones(dtype: str):
+def of_many_ones(dtype: torch.dtype):
     """As many ones as an epoch has: bfloat16 stays at 256, float16 at 2048."""
-    one, num = torch.ones((), dtype=getattr(torch, dtype)), 2100
+    one, num = torch.ones((), dtype=dtype), 2100
     return verdict(
         lambda: compare(
-            updates("bare", "over", [num] * dist.get_world_size(), lambda i: one, steps=num)[0],
+            updates("bare", over, [num] * dist.get_world_size(), lambda i: one, steps=num),
             reference([num] * dist.get_world_size(), lambda r, i: 1, steps=num),
             1e-9,
         )
     )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "uint8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8])
 def test_many_ones(ranks, dtype):
     exact(verdicts(ranks(1), of_many_ones, dtype))
 
 
-def refilled(engine: str, how: str):
+def refilled(engine: str, loop, lengths: list[int]):
     """The user counts in one buffer, which is filled anew for each micro-batch."""
-    rank, lengths = dist.get_rank(), LENGTHS[dist.get_world_size()]
-    lengths = [4] * len(lengths) if how == "flush" else lengths
-    buffer = torch.zeros((), dtype=torch.float32)
+    rank, buffer = dist.get_rank(), torch.zeros((), dtype=torch.float32)
     value = lambda r, i: 1 + (2 * r + 3 * i) % 7  # noqa: E731
     return verdict(
-        lambda: compare(
-            updates(engine, how, lengths, lambda i: buffer.fill_(value(rank, i)))[0], reference(lengths, value)
-        )
+        lambda: compare(updates(engine, loop, lengths, lambda i: buffer.fill_(value(rank, i))), reference(lengths, value))
     )
 
 
-@pytest.mark.parametrize("how", ["over", "flush", "sync_every"])
+@pytest.mark.parametrize(("loop", "lengths"), [(over, LENGTHS), (flush, EVEN), (sync_every, LENGTHS)])
 @pytest.mark.parametrize(("engine", "size"), [*((one, 2) for one in ENGINES), ("bare", 1), ("bare", 3)])
-def test_a_tensor_that_is_refilled(ranks, engine, size, how):
+def test_a_tensor_that_is_refilled(ranks, engine, size, loop, lengths):
     """Counts are values: what the tensor holds later has no effect."""
-    exact(verdicts(ranks(size), refilled, engine, how))
+    exact(verdicts(ranks(size), refilled, engine, loop, lengths[size]))
 
 
-def zeros(engine: str, how: str):
+def zeros(engine: str, loop):
     """The first window counts nothing anywhere; the second only on the last rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     lengths = [8] * size
@@ -145,7 +145,7 @@ def zeros(engine: str, how: str):
         lambda: compare(
             [
                 grads
-                for grads in updates(engine, how, lengths, lambda i: torch.tensor(value(rank, i)))[0]
+                for grads in updates(engine, loop, lengths, lambda i: torch.tensor(value(rank, i)))
                 if any(one is not None for one in grads)  # sync_every leaves the step to the user: on no gradients
             ],
             reference(lengths, value),
@@ -153,11 +153,11 @@ def zeros(engine: str, how: str):
     )
 
 
-@pytest.mark.parametrize("how", ["over", "flush", "sync_every"])
+@pytest.mark.parametrize("loop", [over, flush, sync_every])
 @pytest.mark.parametrize(("engine", "size"), [*((one, 2) for one in ENGINES), ("bare", 1), ("bare", 3)])
-def test_counts_that_add_up_to_zero(ranks, engine, size, how):
+def test_counts_that_add_up_to_zero(ranks, engine, size, loop):
     """A window that counted nothing makes no update; a rank that counted nothing weighs nothing."""
-    exact(verdicts(ranks(size), zeros, engine, how))
+    exact(verdicts(ranks(size), zeros, engine, loop))
 
 
 BAD = {
@@ -170,22 +170,22 @@ BAD = {
 }
 
 
-def bad_on_one(engine: str, how: str, kind: str, place: int):
+def bad_on_one(engine: str, loop, kind: str, place: int):
     """The last rank alone has a count that is none."""
     rank, size = dist.get_rank(), dist.get_world_size()
     bad = lambda i: BAD[kind] if rank == size - 1 and i == place else 2  # noqa: E731
-    return verdict(lambda: updates(engine, how, [5] * size, bad))
+    return verdict(lambda: updates(engine, loop, [5] * size, bad))
 
 
 @pytest.mark.parametrize("place", [1, 3], ids=["held", "boundary"])
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize(
-    ("engine", "size", "how"),
-    [("bare", 1, "over"), ("bare", 2, "over"), ("ddp", 2, "flush"), ("find_unused", 2, "sync_every"), ("bare", 3, "over")],
+    ("engine", "size", "loop"),
+    [("bare", 1, over), ("bare", 2, over), ("ddp", 2, flush), ("find_unused", 2, sync_every), ("bare", 3, over)],
 )
-def test_a_count_that_is_none_on_one_rank(ranks, engine, size, how, kind, place):
+def test_a_count_that_is_none_on_one_rank(ranks, engine, size, loop, kind, place):
     """NaN, infinite and negative counts are an error on every rank: the others do not wait for the one that has it."""
-    refused(verdicts(ranks(size), bad_on_one, engine, how, kind, place), "count")
+    refused(verdicts(ranks(size), bad_on_one, engine, loop, kind, place), "count")
 
 
 def bad_on_one_and_a_failure_on_the_other():

@@ -18,10 +18,10 @@ LENGTHS = {1: [5], 2: [5, 3], 3: [5, 2, 4]}
 CLOSE = {"rel": 1e-12, "abs": 1e-14}
 
 
-def closing(engine: str, how: str, sums: bool):
+def closing(engine: str, looped: bool, sums: bool):
     """At each update: what progress says, against the same in float64 by hand."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    lengths = [4] * size if how == "calls" else LENGTHS[size]
+    lengths = LENGTHS[size] if looped else [4] * size
     count = lambda r, i: 1 + (2 * r + i) % 5  # noqa: E731
     home = on_engine(small_model(), engine)
     optimizer = FullRecorder(home.parameters(), lr=0.1)
@@ -34,7 +34,7 @@ def closing(engine: str, how: str, sums: bool):
     def run():
         assert step.progress.global_loss is None, "nothing is closed yet"
         data = list(enumerate(items_of_rank(lengths)))
-        for i, x in step.over(data) if how == "over" else data:
+        for i, x in step.over(data) if looped else data:
             step(i, x)
         losses = []
 
@@ -48,7 +48,7 @@ def closing(engine: str, how: str, sums: bool):
         train(small_model(), windows, whole)
         assert len(said) == len(windows), "on_update is called on every rank after each update"
         for progress, loss, window in zip(said, losses, windows, strict=True):
-            if how == "over" or sums:
+            if looped or sums:
                 assert float(progress.global_loss) == pytest.approx(loss, **CLOSE)
                 assert not getattr(progress.global_loss, "requires_grad", False)
             elif size > 1:
@@ -60,15 +60,15 @@ def closing(engine: str, how: str, sums: bool):
 
 
 @pytest.mark.parametrize("sums", [True, False], ids=["LossSum", "mean"])
-@pytest.mark.parametrize("how", ["over", "calls"])
+@pytest.mark.parametrize("looped", [True, False], ids=["over", "calls"])
 @pytest.mark.parametrize(("engine", "size"), HOMES)
-def test_what_progress_says_of_a_window(ranks, engine, size, how, sums):
+def test_what_progress_says_of_a_window(ranks, engine, size, looped, sums):
     """The count is this rank's, the loss is everybody's; a rank that has run out knows it too.
 
     Where no table travels (means, and no `.over`) `global_loss` is None on several ranks. On one rank, where the
     contract leaves it open, nothing is asked.
     """
-    exact(verdicts(ranks(size), closing, engine, how, sums))
+    exact(verdicts(ranks(size), closing, engine, looped, sums))
 
 
 def skipped_at_the_boundary():

@@ -36,11 +36,9 @@ class Run:
         self.step = step
         self.optimizer.register_step_post_hook(lambda *_: self.states.append(self.home.full()))
 
-    def go(self, start: int, end: int, how: str = "calls") -> None:
-        for index in self.step.over(range(start, end)) if how == "over" else range(start, end):
+    def go(self, start: int, end: int) -> None:
+        for index in range(start, end):
             self.step(index)
-        if how == "flush":
-            self.step.flush()
 
     def taken(self) -> dict:
         """Its state, through a file; the run is over."""
@@ -53,13 +51,23 @@ class Run:
         return self.step.state_dict()["windows"][0]["open"]["gradients"]
 
 
-def resumed_anywhere(make, how: str, sync: str | None = None, forward=None, *, tolerance: float = 0.0) -> list:
+def flush(run: Run, start: int, end: int) -> None:
+    run.go(start, end)
+    run.step.flush()
+
+
+def over(run: Run, start: int, end: int) -> None:
+    for index in run.step.over(range(start, end)):
+        run.step(index)
+
+
+def resumed_anywhere(make, loop, sync: str | None = None, forward=None, *, tolerance: float = 0.0) -> list:
     """Saved after any micro-batch and gone on with in fresh objects, it ends to the bit as if nothing had been.
 
     `tolerance` is for an engine that adds in another order after it was made anew. Returns what the parameters were after each update of the run that nothing interrupted.
     """
     whole = Run(make(), sync, forward=forward)
-    whole.go(0, NUM, how)
+    loop(whole, 0, NUM)
     run, saved = Run(make(), sync, forward=forward), []
     for stop in range(NUM):
         if run.step.progress.index == 0:  # in a window they stay what they are
@@ -71,7 +79,7 @@ def resumed_anywhere(make, how: str, sync: str | None = None, forward=None, *, t
         again = Run(make(), sync, parameters, forward)
         again.step.load_state_dict(state)
         assert again.step.progress.micro_steps == stop
-        again.go(stop, NUM, how)
+        loop(again, stop, NUM)
         try:
             assert_equal_states(before + again.states, whole.states, tolerance=tolerance)
         except AssertionError as error:

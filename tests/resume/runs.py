@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,53 +24,95 @@ class Bad(Exception):
     """A record that cannot be used."""
 
 
+def means(models, x, i: int):
+    return sum(mean_loss(model, x) for model in models)
+
+
+def means_but_of_bad_records(models, x, i: int):
+    if i % 3 == 1:
+        raise Bad
+    return means(models, x, i)
+
+
+def sums(number, models, x, i: int):
+    """Their counts are whole numbers that a float32 does not hold."""
+    return LossSum(sum_loss(models[0], x), number(x.numel() + i + 2**25))
+
+
+def with_buffers():
+    return nn.Sequential(nn.BatchNorm1d(3).double(), small_model())
+
+
+def two_models():
+    return nn.ModuleList([small_model(), small_model()])
+
+
+def bare(model) -> list:
+    return [model]
+
+
+def on_ddp(model, **settings) -> list:
+    return [DDP(model, **settings)]
+
+
+def scaler(optimizer):
+    return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a run is made; the ranks get it by its values, so that its functions have names."""
+
+    name: str
+    options: dict = field(default_factory=dict)  # of the decorator
+    loss: Callable = means
+    new_model: Callable = small_model
+    homes: Callable = bare
+    others: tuple[Callable, ...] = ()  # other participants, of its optimizer
+    num_loose: int = 0  # parameters that the optimizer has, and no model
+    tolerance: float = 0.0
+
+
+MEAN = Kind("mean")
+SUM = Kind("sum", loss=partial(sums, int))
+SUM_FLOAT = Kind("sum float", loss=partial(sums, float))
+SUM_TENSOR = Kind("sum tensor", loss=partial(sums, torch.tensor))
+SCALER = Kind("scaler", others=(scaler,))
+SCHEDULER = Kind("scheduler", others=(partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),))
+CLIP = Kind("clip", {"clip_norm": 0.1})
+SKIP = Kind("skip", {"skip": Bad}, means_but_of_bad_records)
+TWO_MODELS = Kind("two models", new_model=two_models, homes=list)
+NOT_IN_A_MODULE = Kind("not in a module", num_loose=1)
+BUFFERS = Kind("buffers", new_model=with_buffers)
+UNUSED = Kind("unused", new_model=partial(small_model, unused=True))
+FUNCTION = Kind("function", {"steps": lambda window: window + 2})
+EACH = Kind("each", {"sync": "each"})
+CARRY = Kind("carry", {"tail": "carry"})
+ON_DDP = Kind("ddp", homes=on_ddp)
+BUFFERS_ON_DDP = Kind("buffers ddp", new_model=with_buffers, homes=on_ddp)
+# A static graph synchronises its very first micro-batch, once more in each process: equal, but added otherwise.
+STATIC = Kind("static", homes=partial(on_ddp, static_graph=True), tolerance=1e-14)
+VIEWS = Kind("views", homes=partial(on_ddp, gradient_as_bucket_view=True))
+FIND_UNUSED = Kind("find_unused", new_model=UNUSED.new_model, homes=partial(on_ddp, find_unused_parameters=True))
+
+
 class Run:
     """One training run of some kind; all its objects are its own, as in a process of its own."""
 
-    def __init__(self, kind: str = "mean", rank: int = 0) -> None:
+    def __init__(self, kind: Kind = MEAN, rank: int = 0) -> None:
         self.kind, self.rank = kind, rank
-        self.model = small_model(unused=kind in {"find_unused", "unused"})
-        options: dict = {"steps": 3}
-        extra: list = []
-        if kind in {"buffers", "buffers ddp"}:
-            self.model = nn.Sequential(nn.BatchNorm1d(3).double(), self.model)
-        if kind == "two models":
-            self.model = nn.ModuleList([self.model, small_model()])
-        if kind == "function":
-            options["steps"] = lambda window: window + 2
-        if kind in {"carry", "each"}:
-            options |= {"tail": "carry"} if kind == "carry" else {"sync": "each"}
-        if kind == "skip":
-            options["skip"] = Bad
-        if kind == "clip":
-            options["clip_norm"] = 0.1
-        if kind == "not in a module":
-            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-            extra = [self.scale]
-        self.optimizer = torch.optim.SGD([*self.model.parameters(), *extra], lr=0.1, momentum=0.9)
-        self.others: list = []
-        if kind == "scheduler":
-            self.others = [torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)]
-        if kind == "scaler":
-            self.others = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1)]
-        wraps = {
-            "ddp": {}, "buffers ddp": {}, "static": {"static_graph": True}, "views": {"gradient_as_bucket_view": True},
-            "find_unused": {"find_unused_parameters": True},
-        }  # fmt: skip
-        home = DDP(self.model, **wraps[kind]) if kind in wraps else self.model
-        self.homes = list(home) if kind == "two models" else [home]
-        self.step = accumulating(**options)(self.body)
+        self.model = kind.new_model()
+        self.loose = [nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(kind.num_loose)]
+        self.optimizer = torch.optim.SGD([*self.model.parameters(), *self.loose], lr=0.1, momentum=0.9)
+        self.others = [other(self.optimizer) for other in kind.others]
+        self.homes = kind.homes(self.model)
+        self.step = accumulating(**{"steps": 3, **kind.options})(self.body)
 
     def body(self, optimizer, i, *rest):
-        *models, x = rest[: len(self.homes)] + (micro_batch(self.rank, i),)
-        if self.kind == "skip" and i % 3 == 1:
-            raise Bad
-        if self.kind.startswith("sum"):
-            # A whole number that a float32 does not hold, as a tensor.
-            count = {"sum": int, "sum float": float, "sum tensor": torch.tensor}[self.kind](x.numel() + i + 2**25)
-            return LossSum(sum_loss(models[0], x), count)
-        loss = sum(mean_loss(model, x) for model in models)
-        return loss * self.scale if self.kind == "not in a module" else loss
+        loss = self.kind.loss(rest[: len(self.homes)], micro_batch(self.rank, i), i)
+        for parameter in self.loose:
+            loss = loss * parameter
+        return loss
 
     def call(self, i: int) -> None:
         self.step(self.optimizer, i, *self.homes, *self.others)
@@ -77,18 +123,20 @@ class Run:
             f"other {i}": other for i, other in enumerate(self.others)
         }
 
+    @property
+    def loose_values(self) -> dict:
+        return {f"loose {i}": parameter.detach() for i, parameter in enumerate(self.loose)}
+
     def save(self) -> dict:
         state = {name: one.state_dict() for name, one in self.stateful.items()}
-        if self.kind == "not in a module":
-            state["scale"] = self.scale.detach().clone()
-        return through_a_file(state)
+        return through_a_file(state | self.loose_values)
 
     def load(self, state: dict) -> None:
         for name, one in self.stateful.items():
             one.load_state_dict(state[name])
-        if self.kind == "not in a module":
-            with torch.no_grad():
-                self.scale.copy_(state["scale"])
+        with torch.no_grad():
+            for i, parameter in enumerate(self.loose):
+                parameter.copy_(state[f"loose {i}"])
 
     def result(self) -> dict:
         """Everything that must be the same to the bit."""
@@ -97,41 +145,46 @@ class Run:
             name: getattr(progress, name)
             for name in ("micro_steps", "updates", "window", "index", "skipped", "dropped", "replays")
         }
-        tensors = {**self.model.state_dict()}
-        if self.kind == "not in a module":
-            tensors["scale"] = self.scale.detach()
+        tensors = self.model.state_dict() | self.loose_values
         return {**facts, **{name: tensor.clone() for name, tensor in tensors.items()}}
 
 
-def finish(run: Run, start: int, how: str, num: int = NUM) -> dict:
-    if how == "over":
-        for i in run.step.over(range(start, num)):
-            run.call(i)
-    else:
-        for i in range(start, num):
-            run.call(i)
-        if how == "flush":
-            run.step.flush()
+def calls(run: Run, start: int, num: int, stop: int | None = None) -> None:
+    """All micro-batches from `start` on; this loop, as each one, is left before `stop`."""
+    for i in range(start, num):
+        if i == stop:
+            break
+        run.call(i)
+
+
+def flush(run: Run, start: int, num: int, stop: int | None = None) -> None:
+    calls(run, start, num, stop)
+    if stop is None:
+        run.step.flush()
+
+
+def over(run: Run, start: int, num: int, stop: int | None = None) -> None:
+    for i in run.step.over(range(start, num)):  # it has looked one item ahead: progress tells what was learnt from
+        if i == stop:
+            break
+        run.call(i)
+
+
+def finish(run: Run, start: int, loop, num: int = NUM) -> dict:
+    loop(run, start, num)
     result = run.result()
     run.step.reset()
     return result
 
 
-def resumed_anywhere(kind: str, how: str, lengths: list[int] | None = None) -> None:
+def resumed_anywhere(kind: Kind, loop, lengths: list[int] | None = None) -> None:
     """Saved after any micro-batch and gone on with in fresh objects, it ends as if nothing had been."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     num = NUM if lengths is None else lengths[rank]
-    expected = finish(Run(kind, rank), 0, how, num)
+    expected = finish(Run(kind, rank), 0, loop, num)
     for stop in range(min(lengths or [num])):
         run = Run(kind, rank)
-        if how == "over":
-            for i in run.step.over(range(num)):  # it has looked one item ahead: progress tells what was learnt from
-                if i == stop:
-                    break
-                run.call(i)
-        else:
-            for i in range(stop):
-                run.call(i)
+        loop(run, 0, num, stop)
         state = run.save()
         before = run.step.progress
         run.step.reset()
@@ -139,8 +192,7 @@ def resumed_anywhere(kind: str, how: str, lengths: list[int] | None = None) -> N
         again.load(state)
         now = again.step.progress
         assert (now.micro_steps, now.window, now.index) == (stop, before.window, before.index)
-        # A static graph synchronises its very first micro-batch, once more in each process: equal, but added otherwise.
         try:
-            assert_equal_state(expected, finish(again, now.micro_steps, how, num), 1e-14 if kind == "static" else 0.0)
+            assert_equal_state(expected, finish(again, now.micro_steps, loop, num), kind.tolerance)
         except AssertionError as error:
             raise AssertionError(f"resumed after {stop}: {error}") from error

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import gradsync
 from gradsync.engines import find
-from tests.resume.engine_runs import NUM, Run, resumed_anywhere
+from tests.resume.engine_runs import NUM, Run, flush, over, resumed_anywhere
 from tests.support.compare import assert_equal_states
 from tests.support.homes import HOMES, home_of
 from tests.support.models import net
@@ -21,24 +21,24 @@ SHARDED = [name for name in HOMES if name.startswith(("fsdp", "hsdp", "replicate
 FSDP1 = [name for name in HOMES if name.startswith("fsdp1")]
 
 
-def of_engine(engine: str, how: str, sync: str | None = None) -> None:
+def of_engine(engine: str, loop, sync: str | None = None) -> None:
     # A static graph synchronises the first micro-batch that a fresh DDP runs, and so another one of the window.
     rounding = 1e-15 if engine == "ddp_static" else 0.0
-    states = resumed_anywhere(lambda: home_of(engine), how, sync, tolerance=rounding)
+    states = resumed_anywhere(lambda: home_of(engine), loop, sync, tolerance=rounding)
     assert_equal_states(states, reference(home_of(engine), [range(3), range(3, NUM)]))
 
 
-@pytest.mark.parametrize("how", ["over", "flush"])
+@pytest.mark.parametrize("loop", [over, flush])
 @pytest.mark.parametrize("engine", HOMES)
-def test_a_window_is_resumed_after_any_micro_batch(ranks, engine, how):
+def test_a_window_is_resumed_after_any_micro_batch(ranks, engine, loop):
     """To the bit as it would have ended (but for a static graph), and within rounding as one process in float64 has it."""
-    ranks(HOMES[engine][0]).run(of_engine, engine, how)
+    ranks(HOMES[engine][0]).run(of_engine, engine, loop)
 
 
 @pytest.mark.parametrize("engine", SHARDED)
 def test_a_window_that_synchronises_each_micro_batch_is_resumed(ranks, engine):
     """This rank's pieces of what is reduced already."""
-    ranks(HOMES[engine][0]).run(of_engine, engine, "flush", "each")
+    ranks(HOMES[engine][0]).run(of_engine, engine, flush, "each")
 
 
 def used_only_early(engine: str, sync: str | None = None) -> None:
@@ -47,7 +47,7 @@ def used_only_early(engine: str, sync: str | None = None) -> None:
     def forward(model, rank, index):
         return model(data(rank, index), only_first=index % 3 > 0)
 
-    states = resumed_anywhere(lambda: home_of(engine, unused=not engine.startswith("fsdp1")), "flush", sync, forward)
+    states = resumed_anywhere(lambda: home_of(engine, unused=not engine.startswith("fsdp1")), flush, sync, forward)
 
     def weigh(model, items):
         return sum(mean_of(forward(model, *item)) for item in items) / len(items)

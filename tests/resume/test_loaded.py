@@ -68,15 +68,14 @@ def test_a_layer_frozen_since_is_refused_on_every_rank(ranks, engine) -> None:
     refused(verdicts(ranks(2), into_a_frozen_layer, engine), "first.up.weight", "frozen", "between windows")
 
 
-@pytest.mark.parametrize("change", ["thawed", "float32"])
-def test_what_a_window_held_must_be_as_it_was(change) -> None:
+@pytest.mark.parametrize(("frozen", "dtype"), [(True, torch.float64), (False, torch.float32)], ids=["thawed", "float32"])
+def test_what_a_window_held_must_be_as_it_was(frozen, dtype) -> None:
     step, (model, optimizer) = stepping(), participants()
-    model[0].bias.requires_grad_(change != "thawed")
+    model[0].bias.requires_grad_(not frozen)
     for index in range(2):
         step(model, optimizer, micro_batch(0, index))
     state = step.state_dict()
     step.reset()
-    dtype = torch.float32 if change == "float32" else torch.float64
     step, (model, optimizer) = stepping(), participants(dtype)
     step.load_state_dict(state)
     for _ in range(2):  # as long as it does not fit, each call says so

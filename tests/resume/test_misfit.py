@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync import GradSyncError, accumulating
-from tests.resume.runs import Run
+from tests.resume.runs import SCALER, Run
 from tests.support.models import small_model
 from tests.support.reference import mean_loss, micro_batch
 
@@ -83,7 +83,7 @@ def test_nothing_is_loaded_if_one_window_does_not_fit():
 
 def a_state_for_other_ranks() -> str:
     """It was saved by one process, and is loaded on two."""
-    run = Run("mean", dist.get_rank())
+    run = Run(rank=dist.get_rank())
     run.call(0)
     state = run.step.state_dict()
     run.step.reset()
@@ -110,12 +110,12 @@ def test_other_ranks(ranks):
 
 def test_a_scaler_that_was_left_behind():
     """The held gradients keep the scale that they had, and are brought to the scaler's own at the boundary."""
-    run = Run("scaler")
+    run = Run(SCALER)
     for i in range(4):
         run.call(i)
     state = run.save()
     run.step.reset()
-    again, twin = Run("scaler"), Run("scaler")
+    again, twin = Run(SCALER), Run(SCALER)
     del state["other 0"]
     for name, one in state.items():
         again.stateful[name].load_state_dict(one)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import (
 )  # fmt: skip
 
 import gradsync
-from tests.resume.engine_runs import Run, resumed_anywhere, updates
+from tests.resume.engine_runs import Run, flush, resumed_anywhere, updates
 from tests.support.compare import assert_equal_states
 from tests.support.files import is_plain
 from tests.support.homes import HOMES, Home, home_of, mesh
@@ -57,7 +57,7 @@ def who_used_what() -> None:
     def forward(model, rank, index):
         return model(data(rank, index), rank, index)
 
-    states = resumed_anywhere(make, "flush", forward=forward)
+    states = resumed_anywhere(make, flush, forward=forward)
     assert_equal_states(states, updates(Choosy(), lambda *item: mean_of(forward(*item)), 4))
     assert torch.equal(states[-1]["nobody"], torch.ones(5, dtype=torch.float64))
     assert states[0]["last_rank_zeros"].max() < 1

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )  # fmt: skip
 from torch.distributed.tensor import Shard
 
-from tests.resume.engine_runs import resumed_anywhere, updates
+from tests.resume.engine_runs import flush, resumed_anywhere, updates
 from tests.support.compare import assert_equal_states
 from tests.support.homes import Home, mesh
 from tests.support.models import Odd
@@ -91,7 +91,7 @@ KINDS = {
 def of_kind(kind: str, sync: str | None = None) -> None:
     _, make, options = KINDS[kind]
     dtype = options.get("dtype", torch.float64)
-    states = resumed_anywhere(make(**options), "flush", sync, lambda model, rank, index: model(data(rank, index).to(dtype)))
+    states = resumed_anywhere(make(**options), flush, sync, lambda model, rank, index: model(data(rank, index).to(dtype)))
     bare, size = Odd(**options.get("odd") or {}).double(), dist.get_world_size()
     expected = updates(bare, lambda model, *item: mean_of(model(data(*item))), size)
     states = [{name: p.double() for name, p in state.items()} for state in states]

@@ -7,7 +7,7 @@ import copy
 import torch
 
 from gradsync import accumulating
-from tests.resume.runs import Run
+from tests.resume.runs import CLIP, Run
 from tests.support.compare import assert_equal_state
 from tests.support.files import is_plain, through_a_file
 from tests.support.models import small_model
@@ -16,7 +16,7 @@ from tests.support.reference import mean_loss, micro_batch
 
 def test_a_state_is_plain_and_its_own():
     """Numbers, strings, lists, dicts and tensors; later calls do not reach into it."""
-    run = Run("clip")
+    run = Run(CLIP)
     for i in range(4):
         run.call(i)
     state = run.step.state_dict()
@@ -25,7 +25,7 @@ def test_a_state_is_plain_and_its_own():
     assert is_plain(state) and set(state["windows"][0]["open"]["gradients"]) == dict(run.model.named_parameters()).keys()
     run.call(4)
     assert repr(state) == repr(kept)
-    again = Run("clip")
+    again = Run(CLIP)
     again.step.load_state_dict(state)
     again.call(4)
     run.step.reset()

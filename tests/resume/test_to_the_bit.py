@@ -7,44 +7,53 @@ import torch
 import torch.distributed as dist
 
 from gradsync import accumulating
-from tests.resume.runs import Run, finish, resumed_anywhere
+from tests.resume.runs import (
+    BUFFERS, BUFFERS_ON_DDP, CARRY, CLIP, EACH, FIND_UNUSED, FUNCTION, MEAN, NOT_IN_A_MODULE, ON_DDP, SCALER, SCHEDULER, SKIP,
+    STATIC, SUM, SUM_FLOAT, SUM_TENSOR, TWO_MODELS, UNUSED, VIEWS, Run, calls, finish, flush, over, resumed_anywhere,
+)  # fmt: skip
 from tests.support.compare import assert_equal_state
 from tests.support.files import through_a_file
 from tests.support.models import small_model
 from tests.support.reference import mean_loss, micro_batch
 
 KINDS = [
-    "mean", "sum", "sum float", "sum tensor", "scaler", "scheduler", "clip", "skip", "two models", "not in a module",
-    "buffers", "unused", "function", "each", "carry",
+    MEAN, SUM, SUM_FLOAT, SUM_TENSOR, SCALER, SCHEDULER, CLIP, SKIP, TWO_MODELS, NOT_IN_A_MODULE,
+    BUFFERS, UNUSED, FUNCTION, EACH, CARRY,
 ]  # fmt: skip
 
 
+def name_of(one) -> str | None:
+    """The name of a kind in a test's own; pytest finds that of a function itself."""
+    return getattr(one, "name", None)
+
+
 @pytest.mark.filterwarnings("ignore:The loop over .* was left with a window open")
-@pytest.mark.parametrize("how", ["calls", "flush", "over"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_resumed_after_any_micro_batch(kind, how):
-    resumed_anywhere(kind, how)
+@pytest.mark.parametrize("loop", [calls, flush, over])
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_resumed_after_any_micro_batch(kind, loop):
+    resumed_anywhere(kind, loop)
 
 
 @pytest.mark.parametrize(
-    ("kind", "how", "lengths"),
+    ("kind", "loop", "lengths"),
     [
-        ("mean", "over", [7, 7]), ("mean", "flush", None), ("mean", "over", [5, 8]), ("mean", "over", [8, 5]),
-        ("sum tensor", "over", [7, 7]), ("scaler", "over", [7, 7]), ("skip", "over", [7, 7]), ("carry", "over", [7, 7]),
-        ("buffers", "over", [7, 7]), ("buffers", "over", [5, 8]), ("buffers ddp", "over", [7, 7]), ("ddp", "flush", None),
-        ("static", "over", [7, 7]), ("views", "over", [7, 7]), ("find_unused", "over", [7, 7]), ("unused", "over", [7, 7]),
+        (MEAN, over, [7, 7]), (MEAN, flush, None), (MEAN, over, [5, 8]), (MEAN, over, [8, 5]),
+        (SUM_TENSOR, over, [7, 7]), (SCALER, over, [7, 7]), (SKIP, over, [7, 7]), (CARRY, over, [7, 7]),
+        (BUFFERS, over, [7, 7]), (BUFFERS, over, [5, 8]), (BUFFERS_ON_DDP, over, [7, 7]), (ON_DDP, flush, None),
+        (STATIC, over, [7, 7]), (VIEWS, over, [7, 7]), (FIND_UNUSED, over, [7, 7]), (UNUSED, over, [7, 7]),
     ],
+    ids=name_of,
 )  # fmt: skip
-def test_resumed_after_any_micro_batch_on_two_ranks(ranks, kind, how, lengths):
+def test_resumed_after_any_micro_batch_on_two_ranks(ranks, kind, loop, lengths):
     """Each rank saves its own gradients in the middle of a window, and loading does not communicate."""
-    ranks(2).run(resumed_anywhere, kind, how, lengths)
+    ranks(2).run(resumed_anywhere, kind, loop, lengths)
 
 
 def bare_and_ddp() -> None:
     """The same names with and without a wrapper: what was saved on one can be loaded on the other."""
     rank = dist.get_rank()
-    expected = finish(Run("ddp", rank), 0, "over")
-    for one, other in (("ddp", "mean"), ("mean", "ddp")):
+    expected = finish(Run(ON_DDP, rank), 0, over)
+    for one, other in ((ON_DDP, MEAN), (MEAN, ON_DDP)):
         run = Run(one, rank)
         for i in range(5):
             run.call(i)
@@ -52,7 +61,7 @@ def bare_and_ddp() -> None:
         run.step.reset()
         again = Run(other, rank)
         again.load(state)
-        assert_equal_state(expected, finish(again, 5, "over"))
+        assert_equal_state(expected, finish(again, 5, over))
 
 
 def test_a_state_goes_from_ddp_to_the_bare_model_and_back(ranks):

@@ -14,26 +14,34 @@ from tests.support.verdicts import FullRecorder, compare, exact, on_engine, refu
 STEPS = 2
 
 
-class Half:
-    """A model with its optimizer, and either way to train it over some items of this rank."""
+class ByCalls:
+    """A model with its optimizer, and a function that trains it over some items of this rank."""
 
-    def __init__(self, engine: str, how: str) -> None:
+    def __init__(self, engine: str) -> None:
         self.home = on_engine(small_model(unused=False), engine)
         self.optimizer = FullRecorder(self.home.parameters(), lr=0.1)
-        self.how = how
         self.step = gradsync.accumulating(steps=STEPS, model=self.home, optimizer=self.optimizer)(self.loss)
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         return mean_loss(self.home, x)
 
+    def data(self, length: int) -> list[torch.Tensor]:
+        return [micro_batch(dist.get_rank(), i) for i in range(length)]
+
     def loop(self, length: int):
-        data = [micro_batch(dist.get_rank(), i) for i in range(length)]
-        return gradsync.sync_every(self.home, STEPS, data) if self.how == "sync_every" else self.step.over(data)
+        return self.step.over(self.data(length))
 
     def turn(self, came) -> None:
-        if self.how == "accumulating":
-            self.step(came)
-            return
+        self.step(came)
+
+
+class BySyncEvery(ByCalls):
+    """The same, by a loop of `sync_every`."""
+
+    def loop(self, length: int):
+        return gradsync.sync_every(self.home, STEPS, self.data(length))
+
+    def turn(self, came) -> None:
         step, x = came
         step.backward(self.loss(x))
         if step.last:
@@ -41,46 +49,58 @@ class Half:
             self.optimizer.zero_grad()
 
 
-def beside(engine: str, how: str, kind: str, outer: list[int], inner: list[int]):
+def zipped(first, second, outer: int, inner: int) -> None:
+    for one, other in zip(first.loop(outer), second.loop(inner)):
+        first.turn(one)
+        second.turn(other)
+
+
+def nested(first, second, outer: int, inner: int) -> None:
+    for one in first.loop(outer):
+        first.turn(one)
+        for other in second.loop(inner):
+            second.turn(other)
+
+
+def beside(engine: str, front, both, outer: list[int], inner: list[int]):
     rank = dist.get_rank()
-    first, second = (Half(engine, how) for _ in range(2))
+    first, second = front(engine), front(engine)
 
     def run() -> None:
-        if kind == "zipped":
-            for one, other in zip(first.loop(outer[rank]), second.loop(inner[rank])):
-                first.turn(one)
-                second.turn(other)
-        else:
-            for one in first.loop(outer[rank]):
-                first.turn(one)
-                for other in second.loop(inner[rank]):
-                    second.turn(other)
+        both(first, second, outer[rank], inner[rank])
         expected = train(small_model(unused=False), cut(outer, STEPS), window_mean, lr=0.1)[0]
         compare(first.optimizer.seen, expected)
-        assert len(second.optimizer.seen) == len(cut(inner, STEPS)) * (max(outer) if kind == "nested" else 1)
+        assert len(second.optimizer.seen) == len(cut(inner, STEPS)) * (max(outer) if both is nested else 1)
 
     return verdict(run)
 
 
-@pytest.mark.parametrize(("kind", "outer", "inner"), [("zipped", [6, 4], [6, 4]), ("nested", [6, 4], [3, 3]), ("nested", [6, 4], [3, 2])])
-@pytest.mark.parametrize("how", ["sync_every", "accumulating"])
+FRONTS = pytest.mark.parametrize("front", [BySyncEvery, ByCalls])
+
+
+@pytest.mark.parametrize(
+    ("both", "outer", "inner"), [(zipped, [6, 4], [6, 4]), (nested, [6, 4], [3, 3]), (nested, [6, 4], [3, 2])]
+)
+@FRONTS
 @pytest.mark.parametrize("engine", ["bare", "ddp"])
-def test_a_loop_in_the_middle_of_an_uneven_one(ranks, engine, how, kind, outer, inner):
+def test_a_loop_in_the_middle_of_an_uneven_one(ranks, engine, front, both, outer, inner):
     """A rank that has run out would send its share of one loop where the others send that of the other."""
-    said = verdicts(ranks(2), beside, engine, how, kind, outer, inner)
+    said = verdicts(ranks(2), beside, engine, front, both, outer, inner)
     refused(said, "in one loop at a time", "sync_every([model, other], ...)|a.over(b.over(data))")
 
 
-@pytest.mark.parametrize(("kind", "outer", "inner"), [("zipped", [6, 6], [6, 6]), ("nested", [4, 4], [3, 3]), ("nested", [4, 4], [3, 2])])
-@pytest.mark.parametrize("how", ["sync_every", "accumulating"])
+@pytest.mark.parametrize(
+    ("both", "outer", "inner"), [(zipped, [6, 6], [6, 6]), (nested, [4, 4], [3, 3]), (nested, [4, 4], [3, 2])]
+)
+@FRONTS
 @pytest.mark.parametrize("engine", ["bare", "ddp"])
-def test_a_loop_in_the_middle_of_an_even_one(ranks, engine, how, kind, outer, inner):
-    exact(verdicts(ranks(2), beside, engine, how, kind, outer, inner))
+def test_a_loop_in_the_middle_of_an_even_one(ranks, engine, front, both, outer, inner):
+    exact(verdicts(ranks(2), beside, engine, front, both, outer, inner))
 
 
-def after_one_that_was_left(how: str):
+def after_one_that_was_left(front):
     """A loop that was left, though its iterator is still there, is beside nothing."""
-    rank, (first, second) = dist.get_rank(), (Half("bare", how) for _ in range(2))
+    rank, (first, second) = dist.get_rank(), (front("bare") for _ in range(2))
 
     def leave() -> object:
         left = iter(first.loop(6 - 2 * rank))
@@ -97,6 +117,6 @@ def after_one_that_was_left(how: str):
     return verdict(run)
 
 
-@pytest.mark.parametrize("how", ["sync_every", "accumulating"])
-def test_a_loop_after_one_that_was_left(ranks, how):
-    exact(verdicts(ranks(2), after_one_that_was_left, how))
+@FRONTS
+def test_a_loop_after_one_that_was_left(ranks, front):
+    exact(verdicts(ranks(2), after_one_that_was_left, front))

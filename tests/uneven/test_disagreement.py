@@ -24,81 +24,117 @@ from tests.support.reference import mean_loss, micro_batch, sum_loss, train, win
 from tests.support.traps import Trap
 
 
-def disagreement(what: str, iterator: bool = False, engine: str = "bare") -> str:
-    """What each rank is told."""
+def bare(model):
+    return model
+
+
+def sharded(model):
+    return fully_shard(model, mesh=mesh((2,), ("data",)))
+
+
+def sums(model, x):
+    return LossSum(sum_loss(model, x), x.numel())
+
+
+class SumsLater:
+    """Two means, and then sums."""
+
+    calls = 0
+
+    def __call__(self, model, x):
+        self.calls += 1
+        return mean_loss(model, x) if self.calls <= 2 else sums(model, x)
+
+
+def two(window: int) -> int:
+    return 2
+
+
+def three_later(window: int) -> int:
+    return 3 if window == 1 else 2
+
+
+def with_buffer(size: int) -> nn.Module:
+    model = small_model()
+    model.register_buffer("seen", torch.zeros(size))
+    return model
+
+
+def scaler(scale: float) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=scale)
+
+
+def disagreement(options: tuple[dict, dict], over: bool = False, wrap=bare) -> str:
+    """What each rank is told of a function that it decorates with options of its own, a model or a loss among them."""
     rank = dist.get_rank()
-    model = small_model() if what != "parameters" else nn.Linear(3, 2 + rank).double()
-    if what == "buffers":
-        model.register_buffer("seen", torch.zeros(3 + rank))
-    if engine == "fsdp2":
-        fully_shard(model, mesh=mesh((2,), ("data",)))
+    mine = {"module": small_model(), "loss": mean_loss, "steps": 2} | options[rank]
+    model, loss = wrap(mine.pop("module")), mine.pop("loss")
     optimizer = Recorder(model.parameters())
-    steps = {
-        "steps": 2 + rank, "steps later": lambda window: 2 + rank * (window == 1), "a function": [2, lambda _: 2][rank],
-    }.get(what, 2)
-    tail = "drop" if what == "tail" and rank else "step"
-    sync = "each" if what == "sync" and rank else "window"
-    scaler = None
-    if what == "scale" or (what == "scaler" and rank):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**rank)
-    calls = []
-
-    @accumulating(steps=steps, tail=tail, sync=sync, scaler=scaler, skip=KeyError if what == "loss later" else ())
-    def step(model, optimizer, x):
-        calls.append(x)
-        if (what == "loss" or (what == "loss later" and len(calls) > 2)) and rank:
-            return LossSum(sum_loss(model, x), x.numel())
-        return mean_loss(model, x)
-
+    step = accumulating(**mine)(lambda model, optimizer, x: loss(model, x))
+    items = [micro_batch(rank, i) for i in range(6)]
     try:
-        if what == "flush":
-            for i in range(2 + rank * 2):
-                if rank == 0 or i < 2:
-                    step(model, optimizer, micro_batch(rank, i))
-            if rank:
-                step(model, optimizer, micro_batch(rank, 3))
-            step.flush()
-            return "no error"
-        if what == "steps later" and iterator:
-            for micro, x in gradsync.sync_every(model, steps, [micro_batch(rank, i) for i in range(8)]):
-                micro.backward(mean_loss(model, x))
-        items = [micro_batch(rank, i) for i in range(6)]
-        for x in step.over(items) if iterator else items:
+        for x in step.over(items) if over else items:
             step(model, optimizer, x)
     except gradsync.GradSyncError as error:
         return str(error)
     return "no error"
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("steps", ["same steps", "rank 0 has 2", "rank 1 has 3"]),
-        ("steps later", ["same number of steps in a window", "rank 0 has 2", "rank 1 has 3"]),
-        ("tail", ["same tail", "rank 0 has step", "rank 1 has drop"]),
-        ("loss", ["same kind of loss", "rank 0 has a mean", "rank 1 has a LossSum"]),
-        ("loss later", ["same kind of loss", "rank 0 has a mean", "rank 1 has a LossSum"]),
-        ("parameters", ["same trainable parameters", "rank 0 has 2 of 8", "rank 1 has 2 of 12"]),
-        ("buffers", ["same buffers", "rank 0 has 1 of 3", "rank 1 has 1 of 4"]),
-        ("a function", ["same kind of steps", "rank 0 has a number", "rank 1 has a function"]),
-        ("sync", ["same sync", "rank 0 has window", "rank 1 has each"]),
-        ("scaler", ["GradScaler", "rank 0 has ", "rank 1 has "]),
-        ("scale", ["GradScaler, but rank 0 has ", "1.0, rank 1 has ", "2.0"]),
-    ],
-)
-def test_disagreement_is_told_on_every_rank(ranks, what, words):
-    said = ranks(2).run(disagreement, what, limit=10)
-    if what in {"steps later", "a function", "sync", "scaler", "scale"}:
-        said += ranks(2).run(disagreement, what, True)
-    for text in said:
-        assert all(word in text for word in words), text
+MEANS_AND_SUMS = ["same kind of loss", "rank 0 has a mean", "rank 1 has a LossSum"]
+OTHER_STEPS = ["same number of steps in a window", "rank 0 has 2", "rank 1 has 3"]
+CASES = {
+    "steps": ({"steps": 2}, {"steps": 3}, ["same steps", "rank 0 has 2", "rank 1 has 3"]),
+    "steps later": ({"steps": two}, {"steps": three_later}, OTHER_STEPS),
+    "tail": ({"tail": "step"}, {"tail": "drop"}, ["same tail", "rank 0 has step", "rank 1 has drop"]),
+    "loss": ({"loss": mean_loss}, {"loss": sums}, MEANS_AND_SUMS),
+    "loss later": ({"skip": KeyError}, {"skip": KeyError, "loss": SumsLater()}, MEANS_AND_SUMS),
+    "parameters": (
+        {"module": nn.Linear(3, 2).double()}, {"module": nn.Linear(3, 3).double()},
+        ["same trainable parameters", "rank 0 has 2 of 8", "rank 1 has 2 of 12"],
+    ),
+    "buffers": (
+        {"module": with_buffer(3)}, {"module": with_buffer(4)},
+        ["same buffers", "rank 0 has 1 of 3", "rank 1 has 1 of 4"],
+    ),
+    "a function": (
+        {"steps": 2}, {"steps": two}, ["same kind of steps", "rank 0 has a number", "rank 1 has a function"],
+    ),
+    "sync": ({"sync": "window"}, {"sync": "each"}, ["same sync", "rank 0 has window", "rank 1 has each"]),
+    "scaler": ({}, {"scaler": scaler(2.0)}, ["GradScaler", "rank 0 has ", "rank 1 has "]),
+    "scale": (
+        {"scaler": scaler(1.0)}, {"scaler": scaler(2.0)}, ["GradScaler, but rank 0 has ", "1.0, rank 1 has ", "2.0"],
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ["steps", "steps later"])
-def test_where_forwards_communicate_other_steps_are_told_before_ranks_wait_for_each_other(ranks, what):
+@pytest.mark.parametrize(("first", "second", "words"), CASES.values(), ids=CASES)
+def test_disagreement_is_told_on_every_rank(ranks, first, second, words):
+    for over in (False, True):
+        for text in ranks(2).run(disagreement, (first, second), over, limit=10):
+            assert all(word in text for word in words), text
+
+
+def disagreement_in_sync_every() -> str:
+    rank, model = dist.get_rank(), small_model()
+    try:
+        for micro, x in gradsync.sync_every(model, [two, three_later][rank], [micro_batch(rank, i) for i in range(8)]):
+            micro.backward(mean_loss(model, x))
+    except gradsync.GradSyncError as error:
+        return str(error)
+    return "no error"
+
+
+def test_other_steps_of_sync_every_are_told_on_every_rank(ranks):
+    for text in ranks(2).run(disagreement_in_sync_every):
+        assert all(word in text for word in OTHER_STEPS), text
+
+
+@pytest.mark.parametrize("steps", [(2, 3), (two, three_later)], ids=["from the first", "later"])
+def test_where_forwards_communicate_other_steps_are_told_before_ranks_wait_for_each_other(ranks, steps):
     """The rank with fewer would wait at its boundary for one that waits in a forward."""
-    for text in ranks(2).run(disagreement, what, False, "fsdp2", limit=10):
-        assert all(word in text for word in ["same number of steps in a window", "rank 0 has 2", "rank 1 has 3"]), text
+    options = tuple({"steps": one} for one in steps)
+    for text in ranks(2).run(disagreement, options, False, sharded, limit=10):
+        assert all(word in text for word in OTHER_STEPS), text
 
 
 def empty_rank_unknown(everywhere: bool, flush: bool) -> str:
@@ -191,11 +227,11 @@ def test_ranks_go_on_after_that_error(ranks, of_all):
         many.stop()
 
 
-def flushing_an_empty_rank(wrap: str) -> None:
+def flushing_an_empty_rank(wrap) -> None:
     """A rank that never called the function takes part in its flush, where models and optimizer are named."""
     rank = dist.get_rank()
     model = small_model()
-    home = model if wrap == "bare" else DDP(model)
+    home = wrap(model)
     optimizer = Recorder(model.parameters())
     step = accumulating(steps=4, model=home, optimizer=optimizer)(lambda x: mean_loss(home, x))
     for i in range(0 if rank else 3):
@@ -205,7 +241,7 @@ def flushing_an_empty_rank(wrap: str) -> None:
     assert_equal_updates(optimizer.seen, expected)
 
 
-@pytest.mark.parametrize("wrap", ["bare", "ddp"])
+@pytest.mark.parametrize("wrap", [bare, DDP])
 def test_a_rank_that_flushes_before_any_call(ranks, wrap):
     ranks(2).run(flushing_an_empty_rank, wrap)
 
@@ -283,37 +319,48 @@ def test_on_one_rank_sync_batchnorm_waits_for_nobody():
     assert len(optimizer.seen) == 2
 
 
-def two_functions(what: str, engine: str) -> str:
-    """Two functions in one loop, in another order on each rank, or one that a rank calls when the other has run out."""
+def in_another_order(rank, i):
+    return [rank, 1 - rank]
+
+
+def before_the_other(rank, i):
+    return [1, 0][1 - i :]
+
+
+def after_the_other(rank, i):
+    return [0, 1][: 1 + i]
+
+
+def two_functions(turns, lengths: list[int], named: bool, wrap) -> str:
+    """Two functions in one loop; `turns` says in which order a rank calls which of them with an item."""
     rank = dist.get_rank()
     steps, homes = [], []
     for _ in range(2):
-        home = fully_shard(small_model(), mesh=mesh((2,), ("data",))) if engine == "fsdp2" else small_model()
+        home = wrap(small_model())
         optimizer = torch.optim.SGD(home.parameters(), lr=0.1)
-        named = {"model": home, "optimizer": optimizer} if what == "order" else {}
-        steps.append(accumulating(steps=1, **named)(lambda x, model, optimizer: mean_loss(model, x)))
+        known = {"model": home, "optimizer": optimizer} if named else {}
+        steps.append(accumulating(steps=1, **known)(lambda x, model, optimizer: mean_loss(model, x)))
         homes.append((home, optimizer))
     try:
-        for i in steps[0].over(steps[1].over(range(2 if what == "order" or rank == 0 else 1))):
-            turns = {"order": [rank, 1 - rank], "before": [1, 0][1 - i :], "after": [0, 1][: 1 + i]}[what]
-            for turn in turns:
+        for i in steps[0].over(steps[1].over(range(lengths[rank]))):
+            for turn in turns(rank, i):
                 steps[turn](micro_batch(rank, i), *homes[turn])
     except gradsync.GradSyncError as error:
         return str(error)
     return "no error"
 
 
-@pytest.mark.parametrize("engine", ["bare", "fsdp2"])
-def test_functions_called_in_another_order(ranks, engine):
-    for text in ranks(2).run(two_functions, "order", engine, limit=15):
+@pytest.mark.parametrize("wrap", [bare, sharded])
+def test_functions_called_in_another_order(ranks, wrap):
+    for text in ranks(2).run(two_functions, in_another_order, [2, 2], True, wrap, limit=15):
         assert "same windows of" in text and "Call the functions in one order on all ranks" in text, text
 
 
-@pytest.mark.parametrize("engine", ["bare", "fsdp2"])
-def test_a_function_that_is_first_called_when_a_rank_has_run_out(ranks, engine):
+@pytest.mark.parametrize("wrap", [bare, sharded])
+def test_a_function_that_is_first_called_when_a_rank_has_run_out(ranks, wrap):
     """That rank cannot know the models, whose engine all ranks must make. It may have left the loop already."""
     words = "Every rank needs an item that calls each function with each of its models .* but rank 1 had run out before"
-    for text in ranks(2).run(two_functions, "before", engine, limit=15):
+    for text in ranks(2).run(two_functions, before_the_other, [2, 1], False, wrap, limit=15):
         assert re.search(words, text), text
-    told, text = ranks(2).run(two_functions, "after", engine, limit=15)
+    told, text = ranks(2).run(two_functions, after_the_other, [2, 1], False, wrap, limit=15)
     assert re.search(words, told) and text == "no error", (told, text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,50 +17,46 @@ from tests.support.items import unsized
 from tests.support.models import small_model
 from tests.support.recorder import Recorder
 from tests.support.reference import cut, mean_loss, micro_batch, sum_loss, train, window_mean
+from tests.uneven.loops import over, over_unsized, sync_every
 
 
-def uneven(lengths: list[int], steps, mode: str, wrap: str, kind: str = "mean") -> None:
+def bare(model: nn.Module) -> nn.Module:
+    return model
+
+
+WRAPS = {
+    "bare": bare, "ddp": DDP, "find_unused": partial(DDP, find_unused_parameters=True),
+    "views": partial(DDP, gradient_as_bucket_view=True), "buckets": partial(DDP, bucket_cap_mb=1e-4),
+    "static": partial(DDP, static_graph=True),
+}  # fmt: skip
+MAY_STAY_UNUSED = {"bare", "find_unused"}
+
+
+def sums(model, x) -> LossSum:
+    return LossSum(sum_loss(model, x), x.numel())
+
+
+def uneven(lengths: list[int], steps, loop, wrap: str, loss=mean_loss) -> None:
     """Ranks with different numbers of micro-batches, and counts that differ."""
-    rank = dist.get_rank()
-    model = small_model(unused=wrap in {"bare", "find_unused"})
-    kwargs = {"find_unused": {"find_unused_parameters": True}, "views": {"gradient_as_bucket_view": True}}
-    kwargs |= {"static": {"static_graph": True}, "buckets": {"bucket_cap_mb": 1e-4}}
-    home = model if wrap == "bare" else DDP(model, **kwargs.get(wrap, {}))
+    rank, unused = dist.get_rank(), wrap in MAY_STAY_UNUSED
+    model = small_model(unused=unused)
+    home = WRAPS[wrap](model)
     optimizer = Recorder(model.parameters())
     rows = lambda r, i: 1 + (5 * r + 3 * i) % 4  # noqa: E731
     data = [micro_batch(rank, i, rows(rank, i)) for i in range(lengths[rank])]
-
-    def loss_of(model, x):
-        return LossSum(sum_loss(model, x), x.numel()) if kind == "sum" else mean_loss(model, x)
-
-    @gradsync.accumulating(steps=steps, model=home, optimizer=optimizer)
-    def step(x):
-        return loss_of(home, x)
-
-    if mode == "sync_every":
-        for micro, x in gradsync.sync_every(home, steps, data):
-            if kind == "sum":
-                micro.backward(sum_loss(home, x), count=x.numel())
-            else:
-                micro.backward(mean_loss(home, x))
-            if micro.last:
-                optimizer.step()
-                optimizer.zero_grad()
-    else:
-        for x in step.over(data if mode == "over" else unsized(data)):
-            step(x)
+    loop(steps, home, optimizer, lambda x: loss(home, x), data)
 
     def whole(model, window):
         xs = [micro_batch(r, i, rows(r, i)) for r, i in window]
-        if kind == "sum":
+        if loss is sums:
             return sum(sum_loss(model, x) for x in xs) / sum(x.numel() for x in xs)
         return sum(mean_loss(model, x) for x in xs) / len(xs)
 
-    expected, _ = train(small_model(unused=wrap in {"bare", "find_unused"}), cut(lengths, steps), whole)
+    expected, _ = train(small_model(unused=unused), cut(lengths, steps), whole)
     assert_equal_updates(optimizer.seen, expected)
 
 
-def changed_after_one_has_run_out(lengths: list[int], wrap: str, sized: bool) -> None:
+def changed_after_one_has_run_out(lengths: list[int], wrap, sized: bool) -> None:
     """A layer is unfrozen in `on_update`, on all ranks after the same update, when one of them has no items left."""
     rank = dist.get_rank()
 
@@ -71,7 +69,7 @@ def changed_after_one_has_run_out(lengths: list[int], wrap: str, sized: bool) ->
     model = made()
     torch.manual_seed(1)
     twin = made()
-    home = DDP(model) if wrap == "ddp" else model
+    home = wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def unfreeze(progress) -> None:
@@ -98,7 +96,7 @@ def changed_after_one_has_run_out(lengths: list[int], wrap: str, sized: bool) ->
 
 
 @pytest.mark.parametrize("sized", [True, False])
-@pytest.mark.parametrize("wrap", ["bare", "ddp"])
+@pytest.mark.parametrize("wrap", [bare, DDP])
 @pytest.mark.parametrize("lengths", [[7, 2], [4, 4], [4, 6], [3, 9]])
 def test_participants_change_after_a_rank_has_run_out(ranks, lengths, wrap, sized):
     ranks(2).run(changed_after_one_has_run_out, lengths, wrap, sized, limit=15)
@@ -107,12 +105,12 @@ def test_participants_change_after_a_rank_has_run_out(ranks, lengths, wrap, size
 class Replacing:
     """A trainer whose `on_update` puts another object where a keyword finds it, on all ranks after the same update."""
 
-    def __init__(self, what: str, after: int) -> None:
+    def __init__(self, replacing, after: int) -> None:
         self.model = small_model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.schedule = torch.optim.lr_scheduler.ConstantLR(self.optimizer, 0.5, total_iters=2)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        self.what, self.after = what, after
+        self.replacing, self.after = replacing, after
         self.step = accumulating(
             2, model=lambda *_: self.model, optimizer=lambda *_: self.optimizer, scheduler=lambda *_: self.schedule,
             scaler=lambda *_: self.scaler, on_update=self.replace,
@@ -122,14 +120,24 @@ class Replacing:
         return loss(self.model(x), x[:, :2])
 
     def replace(self, progress) -> None:
-        if progress.updates == self.after and self.what == "schedule":
-            self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.1)
-        if progress.updates == self.after and self.what == "scaler":
-            self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        if progress.updates == self.after:
+            self.replacing(self)
 
 
-def replaced_after_one_has_run_out(what: str, after: int) -> str:
-    trainer = Replacing(what, after)
+def the_schedule(trainer: Replacing) -> None:
+    trainer.schedule = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, 0.1)
+
+
+def the_scaler(trainer: Replacing) -> None:
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+
+def nothing(trainer: Replacing) -> None:
+    pass
+
+
+def replaced_after_one_has_run_out(replacing, after: int) -> str:
+    trainer = Replacing(replacing, after)
     rank = dist.get_rank()
     try:
         for x in trainer.step.over([micro_batch(rank, i) for i in range([9, 4][rank])]):
@@ -143,12 +151,12 @@ def replaced_after_one_has_run_out(what: str, after: int) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("what", ["schedule", "scaler", "nothing"])
+@pytest.mark.parametrize("replacing", [the_schedule, the_scaler, nothing])
 @pytest.mark.parametrize("after", [1, 3])
-def test_a_participant_that_is_replaced_after_a_rank_has_run_out(ranks, what, after):
+def test_a_participant_that_is_replaced_after_a_rank_has_run_out(ranks, replacing, after):
     """That rank has no call that could bring it. While all ranks have calls, all of them take the new one."""
-    for text in ranks(2).run(replaced_after_one_has_run_out, what, after, limit=15):
-        if what == "nothing" or after == 1:
+    for text in ranks(2).run(replaced_after_one_has_run_out, replacing, after, limit=15):
+        if replacing is nothing or after == 1:
             assert text == "no error"
         else:
             assert "number of times that a participant was replaced" in text or "scale of the GradScaler" in text, text
@@ -157,22 +165,22 @@ def test_a_participant_that_is_replaced_after_a_rank_has_run_out(ranks, what, af
 UNEVEN = [[5, 3], [3, 5], [1, 9], [9, 1], [4, 8], [8, 7], [1, 1]]
 
 
-@pytest.mark.parametrize("mode", ["over", "unsized", "sync_every"])
-@pytest.mark.parametrize("wrap", ["bare", "ddp", "find_unused", "views", "buckets", "static"])
-@pytest.mark.parametrize("kind", ["mean", "sum"])
-def test_ranks_with_different_numbers_of_micro_batches(ranks, mode, wrap, kind):
+@pytest.mark.parametrize("loop", [over, over_unsized, sync_every])
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("loss", [mean_loss, sums])
+def test_ranks_with_different_numbers_of_micro_batches(ranks, loop, wrap, loss):
     """Nobody hangs, and each micro-batch and each count weighs once."""
     for lengths in UNEVEN:
-        ranks(2).run(uneven, lengths, 4, mode, wrap, kind)
-    ranks(3).run(uneven, [3, 7, 5], 3, mode, wrap, kind)
+        ranks(2).run(uneven, lengths, 4, loop, wrap, loss)
+    ranks(3).run(uneven, [3, 7, 5], 3, loop, wrap, loss)
 
 
 @pytest.mark.parametrize("wrap", ["bare", "ddp", "find_unused", "views"])
 def test_a_rank_without_any_micro_batch_takes_part(ranks, wrap):
     """Models and optimizers are known by keyword."""
     for lengths in ([0, 5], [6, 0]):
-        ranks(2).run(uneven, lengths, 4, "over", wrap)
-    ranks(3).run(uneven, [0, 7, 0], 3, "unsized", wrap, "sum")
+        ranks(2).run(uneven, lengths, 4, over, wrap)
+    ranks(3).run(uneven, [0, 7, 0], 3, over_unsized, wrap, sums)
 
 
 def sub_group() -> None:

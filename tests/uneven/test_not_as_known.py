@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -15,69 +14,54 @@ from tests.support.models import small_model
 from tests.support.programs import TORCHRUN
 from tests.support.recorder import Recorder
 from tests.support.reference import mean_loss, micro_batch, sum_loss, train, window_mean
+from tests.uneven.loops import over_unnamed, sync_every
 
 STEPS = 3
 
 
-def scene(wrap: str):
+def bare(model):
+    return model
+
+
+WRAPS = [bare, DDP]
+
+
+def scene(wrap):
     model = small_model()
-    home = model if wrap == "bare" else DDP(model)
-    return home, Recorder(model.parameters()), [micro_batch(dist.get_rank(), i) for i in range(12)]
+    return wrap(model), Recorder(model.parameters()), [micro_batch(dist.get_rank(), i) for i in range(12)]
 
 
-def passing_over(wrap: str, how: str) -> None:
-    """Loops that pass over items, each rank over others: lengths that all ranks know say nothing then."""
+def passing_over(wrap, loop, length: int, passed_over: list[set[int]], windows: list) -> None:
     home, optimizer, items = scene(wrap)
-    passed_over = [{1, 5, 6}, {0, 1, 2, 3, 4, 5, 6}][dist.get_rank()]
-    if how == "sync_every":
-        # Its windows are of items: whoever passes over one that is not a boundary brings less.
-        passed_over = [{1, 6}, {3, 4}][dist.get_rank()]
-        for micro, x in gradsync.sync_every(home, STEPS, items[:8]):
-            if micro.index + 3 * micro.window in passed_over:
-                continue
-            micro.backward(mean_loss(home, x))
-            if micro.last:
-                optimizer.step()
-                optimizer.zero_grad()
-        windows = [
-            [(0, 0), (0, 2), (1, 0), (1, 1), (1, 2)],
-            [(0, 3), (0, 4), (0, 5), (1, 5)],
-            [(0, 7), (1, 6), (1, 7)],
-        ]
-    else:
-        step = accumulating(steps=STEPS)(lambda home, optimizer, x: mean_loss(home, x))
-        for i, x in enumerate(step.over(items[:10])):
-            if i not in passed_over:
-                step(home, optimizer, x)
-        windows = [[(0, 0), (0, 2), (0, 3), (1, 7), (1, 8), (1, 9)], [(0, 4), (0, 7), (0, 8)], [(0, 9)]]
+    data = [None if i in passed_over[dist.get_rank()] else x for i, x in enumerate(items[:length])]
+    loop(STEPS, home, optimizer, lambda x: mean_loss(home, x), data)
     expected, _ = train(small_model(), windows, window_mean)
     assert_equal_updates(optimizer.seen, expected)
 
 
-WRAPS = ["bare", "ddp"]
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_loops_of_over_that_pass_over_items(ranks, wrap):
+    """Each rank passes over others: lengths that all ranks know say nothing then."""
+    windows = [[(0, 0), (0, 2), (0, 3), (1, 7), (1, 8), (1, 9)], [(0, 4), (0, 7), (0, 8)], [(0, 9)]]
+    ranks(2).run(passing_over, wrap, over_unnamed, 10, [{1, 5, 6}, {0, 1, 2, 3, 4, 5, 6}], windows)
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("how", ["over", "sync_every"])
-def test_loops_that_pass_over_items(ranks, wrap, how):
-    ranks(2).run(passing_over, wrap, how)
+def test_loops_of_sync_every_that_pass_over_items(ranks, wrap):
+    """Its windows are of items: whoever passes over one that is not a boundary brings less."""
+    windows = [
+        [(0, 0), (0, 2), (1, 0), (1, 1), (1, 2)],
+        [(0, 3), (0, 4), (0, 5), (1, 5)],
+        [(0, 7), (1, 6), (1, 7)],
+    ]
+    ranks(2).run(passing_over, wrap, sync_every, 8, [{1, 6}, {3, 4}], windows)
 
 
-def wrong_lengths(wrap: str, how: str, said: list[int], true: list[int]) -> None:
+def wrong_lengths(wrap, loop, said: list[int], true: list[int]) -> None:
     """A length is what the ranks expect, and no more than that."""
     home, optimizer, items = scene(wrap)
     rank = dist.get_rank()
-    data = Says(items[: true[rank]], said[rank])
-    if how == "sync_every":
-        for micro, x in gradsync.sync_every(home, STEPS, data):
-            micro.backward(mean_loss(home, x))
-            if micro.last:
-                optimizer.step()
-                optimizer.zero_grad()
-    else:
-        step = accumulating(steps=STEPS)(lambda home, optimizer, x: mean_loss(home, x))
-        for x in step.over(data):
-            step(home, optimizer, x)
+    loop(STEPS, home, optimizer, lambda x: mean_loss(home, x), Says(items[: true[rank]], said[rank]))
     windows = [
         [(r, i) for r in range(2) for i in range(start, min(start + STEPS, true[r]))]
         for start in range(0, max(true), STEPS)
@@ -87,25 +71,25 @@ def wrong_lengths(wrap: str, how: str, said: list[int], true: list[int]) -> None
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("how", ["over", "sync_every"])
+@pytest.mark.parametrize("loop", [over_unnamed, sync_every])
 @pytest.mark.parametrize(("said", "true"), [([8, 8], [5, 8]), ([9, 9], [9, 1]), ([7, 9], [4, 4])])
-def test_fewer_items_than_the_length_says(ranks, wrap, how, said, true):
-    ranks(2).run(wrong_lengths, wrap, how, said, true)
+def test_fewer_items_than_the_length_says(ranks, wrap, loop, said, true):
+    ranks(2).run(wrong_lengths, wrap, loop, said, true)
 
 
-def more_than_said(wrap: str, how: str) -> None:
+def more_than_said(wrap, loop) -> None:
     """The windows that were known are exact; what comes beyond is an error before its window."""
     with pytest.raises(GradSyncError, match="no more items than its length says, but this one of length 5"):
-        wrong_lengths(wrap, how, [5, 5], [8, 8])
+        wrong_lengths(wrap, loop, [5, 5], [8, 8])
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("how", ["over", "sync_every"])
-def test_more_items_than_the_length_says(ranks, wrap, how):
-    ranks(2).run(more_than_said, wrap, how)
+@pytest.mark.parametrize("loop", [over_unnamed, sync_every])
+def test_more_items_than_the_length_says(ranks, wrap, loop):
+    ranks(2).run(more_than_said, wrap, loop)
 
 
-def calls_twice(wrap: str) -> None:
+def calls_twice(wrap) -> None:
     """Two calls an item on one rank, one on the other: neither's length says how many micro-batches it has."""
     home, optimizer, items = scene(wrap)
     rank = dist.get_rank()
@@ -125,7 +109,7 @@ def test_a_rank_that_calls_twice_an_item(ranks, wrap):
     ranks(2).run(calls_twice, wrap)
 
 
-def left_early(wrap: str) -> None:
+def left_early(wrap) -> None:
     """What a loop that is left would have done says nothing of the next."""
     home, optimizer, items = scene(wrap)
     step = accumulating(steps=STEPS)(lambda home, optimizer, x: mean_loss(home, x))
@@ -147,7 +131,7 @@ def test_a_loop_that_is_left_early(ranks, wrap):
     ranks(2).run(left_early, wrap)
 
 
-def failing_as_another_runs_out(wrap: str) -> list[str]:
+def failing_as_another_runs_out(wrap) -> list[str]:
     """Rank 0 runs out in the very window in whose boundary's backward rank 1 fails: nobody waits for the other.
 
     Rank 1 has missed the update that rank 0 made, which the next boundary tells.
@@ -185,7 +169,7 @@ def test_a_rank_that_fails_as_another_runs_out(ranks, wrap):
     assert told_too == told
 
 
-def kinds_that_change(wrap: str) -> str:
+def kinds_that_change(wrap) -> str:
     """One rank returns a LossSum all of a sudden: an error on every rank, and no table that only one of them sends."""
     home, optimizer, items = scene(wrap)
     rank = dist.get_rank()
@@ -211,7 +195,7 @@ def test_a_kind_of_loss_that_changes_on_one_rank(ranks, wrap):
         assert text.startswith("after 1 updates") and "rank 0 has a mean, rank 1 has a LossSum" in text
 
 
-def many_loops(wrap: str) -> None:
+def many_loops(wrap) -> None:
     """Loops inside a loop in which one rank has run out: nothing of one is taken for the other's."""
     home, optimizer, items = scene(wrap)
     other, other_optimizer, _ = scene(wrap)

@@ -61,10 +61,10 @@ def test_a_scheduler_that_a_function_of_the_call_names(ranks):
     refused(verdicts(ranks(2), named_by_a_function), "Every rank needs an item", "rank 0")
 
 
-def of_other_kinds(kind: str):
+def of_other_kinds(optimizers: list, schedulers: list):
     rank, model = dist.get_rank(), small_model()
-    optimizer = (torch.optim.Adam if kind == "optimizers" and rank else torch.optim.SGD)(model.parameters(), lr=0.1)
-    others = [STEP(optimizer, 0.5)] if kind == "schedulers" and rank else []
+    optimizer = optimizers[rank](model.parameters(), lr=0.1)
+    others = [make(optimizer, 0.5) for make in schedulers[rank]]
     step = gradsync.accumulating(steps=2)(lambda model, optimizer, x, *others: mean_loss(model, x))
 
     def run():
@@ -74,10 +74,16 @@ def of_other_kinds(kind: str):
     return verdict(run)
 
 
-@pytest.mark.parametrize("kind", ["optimizers", "schedulers"])
-def test_other_classes_on_other_ranks(ranks, kind):
+SGD, ADAM = torch.optim.SGD, torch.optim.Adam
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "schedulers", "words"),
+    [([SGD, ADAM], [[], []], "same optimizers"), ([SGD, SGD], [[], [STEP]], "same schedulers")],
+)
+def test_other_classes_on_other_ranks(ranks, optimizers, schedulers, words):
     """In plain calls too, at the first boundary: replicas would part."""
-    refused(verdicts(ranks(2), of_other_kinds, kind), f"same {kind}", "rank 1 has")
+    refused(verdicts(ranks(2), of_other_kinds, optimizers, schedulers), words, "rank 1 has")
 
 
 def in_another_order():

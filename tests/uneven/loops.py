@@ -1,0 +1,44 @@
+"""The two fronts in one shape: a loop over a rank's data, with a loss of each item; each gives how many were replays."""
+
+from __future__ import annotations
+
+import gradsync
+from gradsync import LossSum, accumulating
+from tests.support.items import unsized
+
+
+def over(steps, home, optimizer, loss_of, data) -> int:
+    """Models and optimizers are known by keyword; an item that is None is passed over."""
+    step = accumulating(steps=steps, model=home, optimizer=optimizer)(loss_of)
+    for x in step.over(data):
+        if x is not None:
+            step(x)
+    return step.progress.replays
+
+
+def over_unsized(steps, home, optimizer, loss_of, data) -> int:
+    return over(steps, home, optimizer, loss_of, unsized(data))
+
+
+def over_unnamed(steps, home, optimizer, loss_of, data) -> int:
+    """Models and optimizers come with the calls."""
+    step = accumulating(steps=steps)(lambda home, optimizer, x: loss_of(x))
+    for x in step.over(data):
+        if x is not None:
+            step(home, optimizer, x)
+    return step.progress.replays
+
+
+def sync_every(steps, home, optimizer, loss_of, data) -> int:
+    """An item that is None has no backward, and no update."""
+    replays = 0
+    for micro, x in gradsync.sync_every(home, steps, data):
+        if x is None:
+            continue
+        loss = loss_of(x)
+        micro.backward(loss.loss, count=loss.count) if isinstance(loss, LossSum) else micro.backward(loss)
+        replays += micro.replay
+        if micro.last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return replays
