@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from operator import gt
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 
 from gradsync.engines import _fsdp2_held, _torch
-from gradsync.engines._fsdp2_refused import insist_on_shards, refuse_other_reductions
+from gradsync.engines._fsdp2_refused import insist_on_shards, refuse_other_reductions, refuse_use_elsewhere
 from gradsync.engines._mesh import one_dimension, other_dimensions, whole_group
 from gradsync.engines._protocol import Engine, trained_alike
 from gradsync.engines._to_device import flags_on
@@ -60,6 +61,7 @@ class FSDP2Engine(Engine):
         # The parameters that this rank has used in this window; None if nobody needs to know.
         self._used: weakref.WeakSet[FSDPParam] | None = None
         self._watches: list[Any] = []
+        self._before: object = None  # what `_reduced` was as the backward that synchronises began
         weakref.finalize(self, _remove, self._watches).atexit = False  # hooks go with the engine, not with the model
         for group in groups[:1]:
             check_torch("fsdp2", state=states[0], group=group, param=group.fsdp_params[0])
@@ -178,12 +180,18 @@ class FSDP2Engine(Engine):
         # boundary they would be those from before the update.
         groups = self._groups
         self._switch(groups, reduce_grads=True, all_reduce_grads=True, reshard_after_backward=True)
-        partly = [group for group in groups if group._partial_reduce_output is not None]
-        if partly:  # a group that gets no gradient from this backward would not all-reduce its partial output
-            self._switch(partly, reduce_scatter_unused_params=True)
+        if self._used is None:  # whose partial outputs are of the user's own making
+            partly = (group for group in groups if group._partial_reduce_output is not None)
+            self._watch_use().update(param for group in partly for param in group.fsdp_params)
+        # A group reduces the parameters that have a gradient here, and mixes them up with others where another rank has
+        # used others. So all ranks reduce all of them, once, with zeros for those that they did not use.
+        if _torch.can_reduce_unused(groups):
+            self._switch(groups, reduce_scatter_unused_params=True)
+        self._before = self._reduced()
 
     def finish(self) -> None:
-        if self.num_held():  # modules that only earlier micro-batches used, below another root than this backward's
+        # This backward may not have come to modules below this root, which earlier ones, or other ranks, have used.
+        if self.num_held() or (_torch.can_reduce_unused(self._groups) and self._reduced() == self._before):
             self._finish()
         self._drop_unused()
 
@@ -249,6 +257,12 @@ class FSDP2Engine(Engine):
         finally:
             self._put_back(depth)
 
+    def _reduced(self) -> object:
+        """What changes whenever the groups reduce: the first trained parameter's gradient, and its version."""
+        gradients: Any = (param.sharded_param.grad for param in self._params if param.sharded_param.requires_grad)
+        first = next(gradients, None)
+        return None if first is None else (id(first), first._local_tensor._version)
+
     def _watch_use(self) -> weakref.WeakSet[FSDPParam]:
         """Begin to note which parameters backwards use, newly trainable ones too.
 
@@ -263,7 +277,7 @@ class FSDP2Engine(Engine):
         _remove(self._watches)
         for leaf, param in zip(self.leaves, params, strict=True):
             if leaf.requires_grad:
-                note = partial(_note, used, weakref.ref(param))
+                note = partial(_note, weakref.ref(self), weakref.ref(param))
                 self._watches.append(leaf.register_post_accumulate_grad_hook(note))
         return used
 
@@ -282,8 +296,11 @@ class FSDP2Engine(Engine):
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
         if all(own):
             return
-        for param, anywhere in zip(params, used.tolist(), strict=True):
-            if not anywhere:
+        anywhere = used.tolist()
+        if not _torch.can_reduce_unused(self._groups):
+            refuse_use_elsewhere(sum(map(gt, anywhere, own)))
+        for param, is_used in zip(params, anywhere, strict=True):
+            if not is_used:
                 param.sharded_param.grad = None
 
     def _switch(self, groups: Iterable[FSDPParamGroup], **flags: bool) -> None:
@@ -322,7 +339,7 @@ def _remove(hooks: list[Any]) -> None:
         hooks.pop().remove()
 
 
-def _note(used: weakref.WeakSet[FSDPParam], param: weakref.ref[FSDPParam], _: torch.Tensor) -> None:
-    noted = param()
-    if noted is not None:
-        used.add(noted)
+def _note(engine: weakref.ref[FSDP2Engine], param: weakref.ref[FSDPParam], _: torch.Tensor) -> None:
+    user, used = engine(), param()
+    if user is not None and user._used is not None and used is not None and not user.replays:
+        user._used.add(used)

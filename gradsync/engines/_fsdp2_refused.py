@@ -38,3 +38,14 @@ def insist_on_shards(groups: Sequence[FSDPParamGroup]) -> None:
             "reduce zeros for parameters that a micro-batch did not use, but this is torch "
             f'{torch.__version__}. Use sync="window" or "each".'
         )
+
+
+def refuse_use_elsewhere(num_lacking: int) -> None:
+    """Raise if this rank has left out so many parameters that another rank used, and groups cannot reduce zeros."""
+    if num_lacking:
+        raise GradSyncError(
+            "Before torch 2.13, the ranks of a fully sharded model must use the same parameters in a window, because a "
+            f"group reduces only those that have a gradient, but this rank has left out {num_lacking} that another "
+            f"rank used, and this is torch {torch.__version__}. Use all on every rank (loss + 0 * unused.sum()), or "
+            "a later torch."
+        )

@@ -53,6 +53,8 @@ class Engine:
     twins: Sequence[ProcessGroup] = ()
     #: Whether torch's `Join` is around, which has its own way with ranks that run out.
     joins = False
+    #: Whether the backward that runs weighs nothing: it uses no parameter. Set from outside.
+    replays = False
     #: Whether the engine's module is inside torch.compile.
     is_compiled = False
     #: Modules of the same class, below the engine's own, that it takes care of too.

@@ -116,8 +116,8 @@ class Scenario:
 
 KIN = ("DDP, unused", "DDP, static", "replicate", "replicate (FSDP)", "HSDP")  # of others: with fewer scenarios
 WITH_KIN = ("plain", "over, unknown", "LossSum, over", "nonfinite, over", "skip, over", "GradScaler", "sync_every, known")
-FINDING_UNUSED = ("bare", "DDP, unused")
-PLAIN_UNUSED = ("one rank", "replicate (FSDP)", "FSDP1", "FSDP2", "HSDP")
+FINDING_UNUSED = ("bare", "DDP, unused", "replicate (FSDP)", "FSDP2", "HSDP")
+PLAIN_UNUSED = ("one rank", "FSDP1")
 
 SCENARIOS = [
     Scenario("plain", 0),

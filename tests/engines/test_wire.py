@@ -10,14 +10,11 @@ from tests.support.wire import Wire
 
 # What the three micro-batches of a window send, and a flush after two. Three groups: two blocks and the root. A gather
 # each in forward, and for the blocks in backward again; a reduction a group. A flush adds the ranks' agreement.
-
-
-# What the three micro-batches of a window send, and a flush after two. Three groups: two blocks and the root. A gather
-# each in forward, and for the blocks in backward again; a reduction a group. A flush adds the ranks' agreement.
+# FSDP2 adds one all-reduce, of a byte a parameter: whether any rank used it.
 WIRE = {
     "ddp": [{}, {}, {"all_reduce default_pg": 1}, {"all_reduce default_pg": 2}],
     "replicate": [{}, {}, {"all_reduce default_pg": 1}, {"all_reduce default_pg": 2}],
-    "replicate_fsdp": [{}, {}, {"all_reduce default_pg": 3}, {"all_reduce default_pg": 4}],
+    "replicate_fsdp": [{}, {}, {"all_reduce default_pg": 4}, {"all_reduce default_pg": 5}],
     "fsdp1_full": [
         {"all_gather default_pg": 5},
         {"all_gather default_pg": 5},
@@ -29,32 +26,31 @@ WIRE = {
     "fsdp2": [
         {"all_gather default_pg": 5},
         {"all_gather default_pg": 5},
-        {"all_gather default_pg": 5, "all_reduce default_pg": 3},
-        {"all_reduce default_pg": 4},
+        {"all_gather default_pg": 5, "all_reduce default_pg": 4},
+        {"all_reduce default_pg": 5},
     ],
     # set_reshard_after_backward(False): gathered once a window, and not again until the update.
-    "fsdp2_gathered": [{"all_gather default_pg": 3}, {}, {"all_reduce default_pg": 3}, {"all_reduce default_pg": 4}],
+    "fsdp2_gathered": [{"all_gather default_pg": 3}, {}, {"all_reduce default_pg": 4}, {"all_reduce default_pg": 5}],
     "fsdp2_each": [
-        *[{"all_gather default_pg": 5, "all_reduce default_pg": 3}] * 3,
-        {"all_reduce default_pg": 1},
+        *[{"all_gather default_pg": 5, "all_reduce default_pg": 4}] * 3,
+        {"all_reduce default_pg": 5},
     ],
     # gloo reduce-scatters by an all-reduce, so that "all_reduce shards" is the reduce-scatter.
     "hsdp_window": [
         {"all_gather shards": 5},
         {"all_gather shards": 5},
-        {"all_gather shards": 5, "all_reduce shards": 3, "all_reduce replicas": 3},
-        {"all_reduce shards": 3, "all_reduce replicas": 3, "all_reduce default_pg": 1},
+        {"all_gather shards": 5, "all_reduce shards": 3, "all_reduce replicas": 3, "all_reduce default_pg": 1},
+        {"all_reduce shards": 3, "all_reduce replicas": 3, "all_reduce default_pg": 2},
     ],
     "hsdp_shard": [
         {"all_gather shards": 5, "all_reduce shards": 3},
         {"all_gather shards": 5, "all_reduce shards": 3},
-        # and one more, of a byte a parameter: whether any rank used it
         {"all_gather shards": 5, "all_reduce shards": 3, "all_reduce replicas": 3, "all_reduce default_pg": 1},
         {"all_reduce shards": 3, "all_reduce replicas": 3, "all_reduce default_pg": 2},
     ],
     "hsdp_each": [
-        *[{"all_gather shards": 5, "all_reduce shards": 3, "all_reduce replicas": 3}] * 3,
-        {"all_reduce default_pg": 1},
+        *[{"all_gather shards": 5, "all_reduce shards": 3, "all_reduce replicas": 3, "all_reduce default_pg": 1}] * 3,
+        {"all_reduce shards": 3, "all_reduce replicas": 3, "all_reduce default_pg": 2},
     ],
 }
 

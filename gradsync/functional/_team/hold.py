@@ -105,12 +105,16 @@ class Bystanders:
 
 
 @contextmanager
-def weightless(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+def weightless(engines: Sequence[Engine], leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     """A context in which gradients are replaced by zeros, which `loss * 0` would not do for an inf or a NaN."""
     handles = [leaf.register_hook(_zeros) for leaf in leaves if leaf.requires_grad]
+    for engine in engines:
+        engine.replays = True
     try:
         yield
     finally:
+        for engine in engines:
+            engine.replays = False
         for handle in handles:
             handle.remove()
 

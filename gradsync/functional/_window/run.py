@@ -125,7 +125,7 @@ class Run:
         team = self.open_window.team
         hold = team.first_hold(self.name, self.who.models) if team.is_new else team.hold
         if place.role is not RUNS:
-            hold = both(hold, weightless(team.leaves))
+            hold = both(hold, weightless(team.engines, team.leaves))
         if not profiler._is_profiler_enabled:
             return hold
         return both(named_range("gradsync.sync" if place.last else "gradsync.hold"), hold)
