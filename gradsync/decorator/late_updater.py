@@ -149,8 +149,10 @@ class LateUpdater(Updater, Transport):
         if closing.factor is None:
             self._drop()
             self.run.close()
-            self._land()
-            self.reporter.note_skipped(closing)
+            try:
+                self._land()
+            finally:
+                self.reporter.note_skipped(closing)
             return
         self._departing = _Leg(window.what, self._flights, self._ddps, team, closing.factor, closing)
         self._flights, self._ddps = (), ()

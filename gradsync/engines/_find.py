@@ -16,6 +16,8 @@ from gradsync.ranks.group import is_alive, ranks_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    import torch
+
     from gradsync.engines._ddp_behind import BehindEngine
     from gradsync.engines._protocol import Engine
 
@@ -57,13 +59,15 @@ def uncovered(models: Iterable[nn.Module], engines: Iterable[Engine]) -> list[st
     ]
 
 
-def ungather(models: Iterable[nn.Module]) -> None:
-    """Make `model.parameters()` those of the optimizers, if a forward has left other tensors in their place."""
+def ungather(models: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Make `model.parameters()` those of the optimizers; returns what a forward had left in their place."""
     models = list(models)
     kinds = {type(module) for model in models for module in model.modules()} - {DistributedDataParallel}
-    if any(map(is_engine, kinds)):  # DDP leaves none
-        for engine in find(models):
-            engine.ungather()
+    engines = find(models) if any(map(is_engine, kinds)) else ()  # DDP leaves nothing
+    gathered = [tensor for engine in engines for tensor in engine.gathered]
+    for engine in engines:
+        engine.ungather()
+    return gathered
 
 
 def behind(module: nn.Module) -> DistributedDataParallel | None:

@@ -151,8 +151,16 @@ class FSDP1Engine(Engine):
     def ungather(self) -> None:
         # Only the parameters go back into their modules. What is gathered is not freed, so no rank gathers it again.
         for handle, owner in self._owners.items():
-            if handle._training_state is HandleTrainingState.IDLE and any(_views(handle)):
+            if handle._training_state is not HandleTrainingState.IDLE:
+                continue
+            if any(_views(handle)):
                 _runtime_utils._reshard(owner, handle, False)
+            # A forward of frozen parameters leaves a hook for the backward of its inputs. Where these need no gradient,
+            # none comes, and the next trained forward would take this hook for its own.
+            hooks: Any = getattr(handle.flat_param, "_post_backward_hook_state", ())
+            if len(hooks) == 1:
+                hooks[0].remove()
+                del handle.flat_param._post_backward_hook_state
 
     # -- micro-batch ----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torch import nn
 from gradsync._errors import GradSyncError
 from gradsync._loss import PLAIN
 from gradsync._state import open_runs
-from gradsync.functional._team.team import Team
+from gradsync.functional._team.team import Team, made_from_gathered
 from gradsync.functional._update.gradients import values_here
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.place import Place
@@ -63,6 +63,10 @@ def check_step(
     `reached` has what a plain backward that synchronises has come to in this turn.
     """
     team = run.fitting_team()
+    if team.holds_inside and not team.ids.issuperset(map(id, stepped)):
+        gathered = set(map(id, team.leaves)) - team.ids
+        if num_stale := len(gathered.intersection(map(id, stepped))):
+            raise made_from_gathered(run.name, num_stale)
     if team.ids.isdisjoint(map(id, stepped)):
         return
     if closing is None:

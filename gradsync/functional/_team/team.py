@@ -47,8 +47,8 @@ class Team:
         before: Team | None = None,
     ) -> None:
         require_group(name)
-        ungather(models)
         self.name = name
+        self._ungather(models, optimizers)
         self.is_new = True  # whether no micro-batch of it has run
         self.kind: float | None = None  # of losses, once the ranks have compared it in words
         self.seeds: dict[Any, torch.Tensor] = {}  # the gradients that backwards begin with, by what they depend on
@@ -122,8 +122,19 @@ class Team:
     def fits(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> bool:
         """Whether models and optimizers are as they were. Asked when a window opens."""
         if self.holds_inside:
-            ungather(models)
+            self._ungather(models, optimizers)
         return self._change(models, optimizers, {}) is None
+
+    def _ungather(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Put parameters back where a forward has left gathered ones. Raise for an optimizer that was made of these."""
+        gathered = set(map(id, ungather(models)))
+        if gathered and (num_stale := len(gathered.intersection(map(id, owned(optimizers))))):
+            raise made_from_gathered(self.name, num_stale)
+
+    def close(self) -> None:
+        """A window has closed: between windows, `model.parameters()` are those of the optimizers."""
+        for engine in self._gathering:
+            engine.ungather()
 
     def check(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         """Raise unless models and optimizers are as they were when the open window was opened."""
@@ -207,6 +218,15 @@ _CHANGED = (
     "Make such a change between windows, and not in the body of a call or of the loop. With accumulating, that is "
     "where progress.index is 0, or after flush() or reset()."
 )
+
+
+def made_from_gathered(name: str, num_stale: int) -> GradSyncError:
+    """The error for an optimizer of such tensors: a step of it trains nothing."""
+    return GradSyncError(
+        f"The optimizers of {name} must step the model's own parameters, but {num_stale} of theirs are tensors that "
+        "FSDP had gathered for a forward, and will throw away. Make the optimizer before any forward, or (FSDP2) right "
+        "after model.reshard()."
+    )
 
 
 def _num_elements(engine: Any) -> int:

@@ -226,6 +226,7 @@ class Run:
                 f"A window of {self.name} can be closed when it has synchronised, but it has had {window.index} of "
                 f"{window.size} micro-batches, and holds their gradients. Call flush(), or discard() to drop it."
             )
+        window.team.close()
         self.abandon()
         self.number += 1
 

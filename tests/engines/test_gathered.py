@@ -1,0 +1,157 @@
+"""Tensors that a forward of FSDP has gathered stand in the model for its parameters: no optimizer may be made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import gradsync
+from tests.support.compare import assert_equal_state
+
+STEPS, LR = 2, 0.1
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def batch(rank: int, index: int) -> torch.Tensor:
+    return torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * rank + index))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def over(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    step = gradsync.accumulating(steps=STEPS)(lambda model, optimizer, x: loss_of(model, x))
+    for x in step.over([batch(dist.get_rank(), index) for index in range(4)]):
+        step(model, optimizer, x)
+
+
+def sync_every(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step, x in gradsync.sync_every(model, STEPS, [batch(dist.get_rank(), index) for index in range(4)]):
+        step.backward(loss_of(model, x))
+        if step.last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def fsdp2(model: nn.Sequential) -> nn.Module:
+    return fully_shard(model)
+
+
+def fsdp2_without_root(model: nn.Sequential) -> nn.Module:
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    return model
+
+
+def made_after_an_evaluation(wrap: Callable, loop: Callable) -> str:
+    model = wrap(net())
+    with torch.no_grad():
+        model(batch(0, 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    try:
+        loop(model, optimizer)
+    except gradsync.GradSyncError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("loop", [over, sync_every])
+@pytest.mark.parametrize("wrap", [fsdp2, fsdp2_without_root])
+def test_an_optimizer_of_gathered_tensors_is_an_error_on_every_rank(ranks, wrap, loop):
+    """It killed the process, or trained nothing."""
+    for said in ranks(2).run(made_after_an_evaluation, wrap, loop):
+        assert "tensors that FSDP had gathered" in said and "Make the optimizer before any forward" in said
+
+
+def unfrozen_later(loop: Callable) -> dict:
+    """The first layer, a root of its own, is frozen in the first loop, and trained by a new optimizer in the second."""
+    model = fsdp2_without_root(net())
+    model[0].requires_grad_(False)
+    loop(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR))
+    model[0].requires_grad_(True)
+    loop(model, torch.optim.SGD(model.parameters(), lr=LR))
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("loop", [over, sync_every])
+def test_a_frozen_root_that_is_unfrozen_after_a_loop(ranks, loop):
+    """No backward reshards it: between windows its parameters are back in the model all the same."""
+    model = net()
+    for frozen in (True, False):
+        model[0].requires_grad_(not frozen)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+        for start in (0, 2):
+            window = [batch(rank, index) for rank in range(2) for index in (start, start + 1)]
+            torch.stack([loss_of(model, x) for x in window]).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for came in ranks(2).run(unfrozen_later, loop):
+        assert_equal_state(came, model.state_dict(), 1e-12)
+
+
+def judged(make: Callable, *, several: bool) -> list[torch.Tensor]:
+    """A GAN: in the judge's step the maker is a bystander, whose output needs no gradient."""
+    maker, judge = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
+    for number, parameter in enumerate([*maker.parameters(), *judge.parameters()]):
+        nn.init.uniform_(parameter, -1, 1, generator=torch.Generator().manual_seed(number))
+    maker = make(maker)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in (judge, maker)]
+
+    def judge_loss(x):
+        return (judge(x) - judge(maker(x))).square().mean()
+
+    def maker_loss(x):
+        return judge(maker(x)).square().mean()
+
+    if several:
+        steps = [
+            gradsync.accumulating(steps=STEPS, model=(judge, maker), optimizer=optimizer)(loss)
+            for loss, optimizer in zip((judge_loss, maker_loss), optimizers, strict=True)
+        ]
+        for index in range(4):
+            for step in steps:
+                step(batch(dist.get_rank(), index))
+        with FullyShardedDataParallel.summon_full_params(maker):
+            return [parameter.detach().clone() for parameter in (*judge.parameters(), *maker.parameters())]
+    losses = zip((judge_loss, maker_loss), optimizers, strict=True)
+    held = [(loss, optimizer, [p for group in optimizer.param_groups for p in group["params"]]) for loss, optimizer in losses]
+    sums = [[torch.zeros_like(parameter) for parameter in parameters] for *_, parameters in held]
+    for index in range(4):
+        for (loss, optimizer, parameters), total in zip(held, sums, strict=True):
+            gradients = torch.autograd.grad(sum(loss(batch(rank, index)) for rank in range(2)) / (2 * STEPS), parameters)
+            torch._foreach_add_(total, gradients)
+            if index % STEPS == STEPS - 1:
+                for parameter, gradient in zip(parameters, total, strict=True):
+                    parameter.grad = gradient.clone()
+                    gradient.zero_()
+                optimizer.step()
+    return [parameter.detach() for parameter in (*judge.parameters(), *maker.parameters())]
+
+
+def fsdp1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def fsdp1_flat(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def on_ranks(make: Callable) -> list[torch.Tensor]:
+    return judged(make, several=True)
+
+
+@pytest.mark.parametrize("make", [fsdp1, fsdp1_flat])
+def test_a_bystander_on_fsdp1(ranks, make):
+    """torch's own assertion failed in the maker's step."""
+    for came in ranks(2).run(on_ranks, make):
+        torch.testing.assert_close(came, judged(lambda model: model, several=False), rtol=1e-12, atol=1e-12)
