@@ -151,9 +151,10 @@ class Watch:
         if account.pending is not None and not account.engine.travels:
             self._note_waste(*account.pending)
         account.pending, account.pending_is_strange = None, False
-        # If no optimizer of this audit has the engine's parameters, a step that is not seen may use its gradients.
+        # If no optimizer of this audit has the engine's parameters, a step that is not seen may use its gradients. What
+        # travels (`overlap`) steps later, or is dropped as it lands.
         judged = any(not account.engine.ids.isdisjoint(self._ids(optimizer)) for optimizer in self._optimizers)
-        if judged and not account.engine.first_is_due:
+        if judged and not (account.engine.first_is_due or account.engine.travels):
             account.pending = (_why_wasted(account), stretch)
         account.engine.local.clear()
 

@@ -80,3 +80,46 @@ def buffers_after_a_flush(overlap: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_buffers_at_a_flush_are_those_of_a_rank_that_had_a_micro_batch(ranks, overlap):
     for buffer, expected in ranks(2).run(buffers_after_a_flush, overlap):
         assert torch.equal(buffer, expected)
+
+
+def void_behind_a_landing_that_raises() -> gradsync.Progress:
+    model = torch.nn.Linear(3, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def on_update(progress):
+        raise ZeroDivisionError
+
+    @gradsync.accumulating(steps=1, overlap=1, on_update=on_update)
+    def step(model, optimizer, x, count):
+        return gradsync.LossSum(model(x).square().sum(), count)
+
+    x = torch.ones(2, 3, dtype=torch.float64)
+    step(model, optimizer, x, 2)
+    with pytest.raises(ZeroDivisionError):
+        step(model, optimizer, x, 0)
+    return step.progress
+
+
+def test_a_window_without_an_update_counts_where_the_one_before_raises_as_it_lands(ranks):
+    for progress in ranks(2).run(void_behind_a_landing_that_raises):
+        assert (progress.window, progress.updates, progress.skipped) == (2, 1, 1)
+
+
+def audited(overlap: int) -> tuple[int, int, int]:
+    """An epoch whose last two windows are skipped, and a good one."""
+    model = torch.nn.Linear(3, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gradsync.accumulating(steps=2, overlap=overlap, nonfinite="skip")(lambda m, o, x: m(x).square().mean())
+    good = micro_batch(dist.get_rank(), 0)[:, :3]
+    bad = torch.full_like(good, torch.nan)
+    with gradsync.audit(model, optimizer) as report:
+        for epoch in ([good] * 4 + [bad] * 4, [good] * 8):
+            for x in step.over(epoch):
+                step(model, optimizer, x)
+    report.check()
+    return report.syncs, report.updates, report.wasted
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_the_audit_finds_no_waste_in_windows_that_are_skipped_as_they_land(ranks, overlap):
+    assert ranks(2).run(audited, overlap) == [(8, 6, 0)] * 2
