@@ -21,7 +21,7 @@ Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 _DATA = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.device, torch.dtype)
 
 
-class Body(GradientWatch):
+class SkippableBody(GradientWatch):
     """Runs the function of one (function, instance, optimizers), which must leave gradients alone.
 
     Code between two calls must leave them alone, too, and a window must begin without any.

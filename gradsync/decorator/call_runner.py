@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
 from gradsync._step_hook import watch_steps
-from gradsync.decorator.body import Body, Call, Replay
+from gradsync.decorator.body import Call, Replay, SkippableBody
 from gradsync.decorator.late_updater import LateUpdater
 from gradsync.decorator.participants import Participants, reference
 from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
 from gradsync.decorator.updater import Updater
 from gradsync.functional import Closing, InParts, Loop, Place, Role, Run, Who, check_steppable, detach, owned
-from gradsync.overlap.compressed import Compressed
+from gradsync.overlap.compress_of_bare import Compressed
 from gradsync.ranks.lost import WaitingFor
 
 
@@ -30,7 +30,7 @@ class CallRunner:
         self.number = number  # among the runners of the function
         self.run = Run(name, settings.terms(), number)
         self.thread: int | None = None  # of the last call
-        self.body = Body(self.run)
+        self.body = SkippableBody(self.run)
         self.reporter = Reporter(self.run, settings.on_update, reference(instance))
         if settings.compress is not None and not settings.overlap:  # overlap compresses by itself
             self.run.transport = Compressed()

@@ -32,7 +32,7 @@ from gradsync.overlap import (
     landing,
     step_ahead,
 )
-from gradsync.overlap.compressed import Compressed, travels_of
+from gradsync.overlap.compress_of_bare import Compressed, travels_of
 from gradsync.overlap.saved import Saved
 from gradsync.ranks.lost import WaitingFor
 

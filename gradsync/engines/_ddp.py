@@ -28,6 +28,7 @@ from gradsync._errors import GradSyncError
 from gradsync._state import WIRES
 from gradsync.engines._buffers_sent_ahead import BuffersOnTheirWay
 from gradsync.engines._ddp_forward_shortcut import as_it_is, moved, shortcut
+from gradsync.engines._ddp_unused import forget_unused, names_of, unused_message, used_anywhere
 from gradsync.engines._ddp_usable import (
     check,
     insist_on_shapes,
@@ -43,7 +44,6 @@ from gradsync.engines._ddp_usable import (
 from gradsync.engines._muted_parameter_hooks import silent
 from gradsync.engines._protocol import Carrier, Engine
 from gradsync.engines._torch_privates import check_torch
-from gradsync.engines._unused import forget_unused, names_of, unused_message, used_anywhere
 from gradsync.ranks.lost import is_lost
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from torch.autograd import Variable
 from gradsync._errors import GradSyncError
 from gradsync.engines._buckets import gradients_in
 from gradsync.engines._ddp import DDPEngine
-from gradsync.engines._unused import changed_message, forget_unused, names_of, used_anywhere
+from gradsync.engines._ddp_unused import changed_message, forget_unused, names_of, used_anywhere
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

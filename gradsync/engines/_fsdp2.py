@@ -15,8 +15,6 @@ reach them.
 from __future__ import annotations
 
 import weakref
-from functools import partial
-from operator import gt
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +22,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 
-from gradsync.engines import _fsdp2_held, _torch
-from gradsync.engines._fsdp2_refused import insist_on_shards, refuse_other_reductions, refuse_use_elsewhere
+from gradsync.engines import _fsdp2_checkpoint, _torch
+from gradsync.engines._fsdp2_refused import insist_on_shards, refuse_other_reductions
+from gradsync.engines._fsdp2_use import Use
 from gradsync.engines._mesh import one_dimension, other_dimensions, whole_group
 from gradsync.engines._protocol import Engine, trained_alike
-from gradsync.engines._to_device import flags_on
 from gradsync.engines._torch_privates import check_torch
 
 if TYPE_CHECKING:
@@ -58,11 +56,8 @@ class FSDP2Engine(Engine):
         self._mesh_group: dist.ProcessGroup | None = None
         self._undo: list[_Undo] = []
         self._is_prepared = False
-        # The parameters that this rank has used in this window; None if nobody needs to know.
-        self._used: weakref.WeakSet[FSDPParam] | None = None
-        self._watches: list[Any] = []
+        self._use = Use(self)
         self._before: object = None  # what `_reduced` was as the backward that synchronises began
-        weakref.finalize(self, _remove, self._watches).atexit = False  # hooks go with the engine, not with the model
         for group in groups[:1]:
             check_torch("fsdp2", state=states[0], group=group, param=group.fsdp_params[0])
 
@@ -119,16 +114,17 @@ class FSDP2Engine(Engine):
         )
 
     def held_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
-        return _fsdp2_held.take(self._groups, self._used or ())
+        return _fsdp2_checkpoint.take(self._groups, self._use)
 
     def load_held(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
         groups, params = self._groups, self._params
-        if pieces := _fsdp2_held.check_pieces(params, gradients):
+        if pieces := _fsdp2_checkpoint.check_pieces(params, gradients):
             insist_on_shards(groups)
         _make_unsharded(params)
-        _fsdp2_held.put(groups, gradients)
-        if self._used is not None or pieces:
-            self._watch_use().update(param for param, piece in pieces.items() if len(piece))
+        _fsdp2_checkpoint.put(groups, gradients)
+        if self._use.is_noted or pieces:
+            self._use.begin(params, self.leaves)
+            self._use.add(param for param, piece in pieces.items() if len(piece))
 
     def ungather(self) -> None:
         if self._is_under_way():
@@ -139,8 +135,8 @@ class FSDP2Engine(Engine):
 
     def trainable(self) -> bool:
         refuse_other_reductions(self._groups, self._states)
-        if self._used is not None:
-            self._watch_use()
+        if self._use.is_noted:  # newly trainable parameters too
+            self._use.begin(self._params, self.leaves)
         return super().trainable()
 
     # -- micro-batch ----------------------------------------------------------------------------------------------
@@ -160,8 +156,8 @@ class FSDP2Engine(Engine):
         groups = [group for group in self._groups if isinstance(group.mesh_info, FSDPMeshInfo)]
         insist_on_shards(groups)
         found = self.hold()
-        if self._used is None:
-            self._watch_use()
+        if not self._use.is_noted:
+            self._use.begin(self._params, self.leaves)
         # The ranks that share shards must reduce the same parameters together. So they reduce all of them in each
         # micro-batch, with zeros for those that it did not use.
         self._switch(groups, reduce_grads=True, all_reduce_grads=False, reduce_scatter_unused_params=True)
@@ -180,9 +176,10 @@ class FSDP2Engine(Engine):
         # boundary they would be those from before the update.
         groups = self._groups
         self._switch(groups, reduce_grads=True, all_reduce_grads=True, reshard_after_backward=True)
-        if self._used is None:  # whose partial outputs are of the user's own making
-            partly = (group for group in groups if group._partial_reduce_output is not None)
-            self._watch_use().update(param for group in partly for param in group.fsdp_params)
+        if not self._use.is_noted:
+            self._use.begin(self._params, self.leaves)
+            partly = (group for group in groups if group._partial_reduce_output is not None)  # of the user's own making
+            self._use.add(param for group in partly for param in group.fsdp_params)
         # A group reduces the parameters that have a gradient here, and mixes them up with others where another rank has
         # used others. So all ranks reduce all of them, once, with zeros for those that they did not use.
         if _torch.can_reduce_unused(groups):
@@ -193,7 +190,7 @@ class FSDP2Engine(Engine):
         # This backward may not have come to modules below this root, which earlier ones, or other ranks, have used.
         if self.num_held() or (_torch.can_reduce_unused(self._groups) and self._reduced() == self._before):
             self._finish()
-        self._drop_unused()
+        self._use.drop_unused(self._groups, self.group)
 
     def abort(self) -> None:
         # The other ranks wait in a gather of this rank's parameters, and nothing here can end that.
@@ -207,11 +204,10 @@ class FSDP2Engine(Engine):
             self._finish()
         finally:
             self._put_back(depth)
-        self._drop_unused()
+        self._use.drop_unused(self._groups, self.group)
 
     def discard(self) -> None:
-        if self._used is not None:
-            self._used.clear()
+        self._use.clear()
         # First, because what a failed backward was still reducing arrives in gradients.
         if self._is_under_way() or self._has_run_forward():
             self._recover()
@@ -263,46 +259,6 @@ class FSDP2Engine(Engine):
         first = next(gradients, None)
         return None if first is None else (id(first), first._local_tensor._version)
 
-    def _watch_use(self) -> weakref.WeakSet[FSDPParam]:
-        """Begin to note which parameters backwards use, newly trainable ones too.
-
-        Parameters that have a gradient already count as used.
-        """
-        params = self._params
-        self._used = used = weakref.WeakSet(
-            param
-            for param in params
-            if _torch.whole_gradient(param) is not None or param.sharded_param.grad is not None
-        )
-        _remove(self._watches)
-        for leaf, param in zip(self.leaves, params, strict=True):
-            if leaf.requires_grad:
-                note = partial(_note, weakref.ref(self), weakref.ref(param))
-                self._watches.append(leaf.register_post_accumulate_grad_hook(note))
-        return used
-
-    def _drop_unused(self) -> None:
-        """Drop the zeros that parameters have as gradients if no rank used them. The ranks have to ask each other.
-
-        A rank that used all of them knows the answer, and does not wait for it.
-        """
-        if self._used is None:
-            return
-        params, device = self._params, self._groups[0].device
-        own = [param in self._used for param in params]
-        used = (
-            torch.ones(len(own), dtype=torch.uint8, device=device) if all(own) else flags_on(device, own, torch.uint8)
-        )
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
-        if all(own):
-            return
-        anywhere = used.tolist()
-        if not _torch.can_reduce_unused(self._groups):
-            refuse_use_elsewhere(sum(map(gt, anywhere, own)))
-        for param, is_used in zip(params, anywhere, strict=True):
-            if not is_used:
-                param.sharded_param.grad = None
-
     def _switch(self, groups: Iterable[FSDPParamGroup], **flags: bool) -> None:
         undo: _Undo = []
         for group in groups:
@@ -332,14 +288,3 @@ def _make_unsharded(params: Iterable[FSDPParam]) -> None:
         param.init_all_gather_outputs([numel], [dtype], num_shards, param.device)
         param.init_unsharded_param()
         param.free_unsharded_param()
-
-
-def _remove(hooks: list[Any]) -> None:
-    while hooks:
-        hooks.pop().remove()
-
-
-def _note(engine: weakref.ref[FSDP2Engine], param: weakref.ref[FSDPParam], _: torch.Tensor) -> None:
-    user, used = engine(), param()
-    if user is not None and user._used is not None and used is not None and not user.replays:
-        user._used.add(used)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.launch.compress import compress_gradients
+from gradsync.launch.compress_of_ddp import compress_gradients
 from gradsync.overlap import check_compress
 from gradsync.ranks.group import require_group
 

@@ -3,7 +3,7 @@
 `travel.py` has the communication hook, and `travel_hook.py` puts it on a DDP. `provisional.py` makes a step with the
 rank's own gradients until the means arrive, and `saved.py` undoes it. `in_flight.py` takes a window from its boundary
 to its landing, `watch.py` notices writes to the parameters meanwhile, and `check.py` raises where overlap is
-impossible. `compressed.py` has the windows of a call with `compress`. Nothing in here knows of the decorator.
+impossible. `compress_of_bare.py` has the windows of a call with `compress`. Nothing in here knows of the decorator.
 """
 
 from gradsync.overlap.check import check_compress, check_ddp, check_optimizers, check_scaler, check_settings

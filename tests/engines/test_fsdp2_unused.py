@@ -142,3 +142,29 @@ def test_ranks_that_use_different_parameters_of_a_group(ranks, wrap, loop, head,
 def test_with_another_sync(ranks, wrap, sync, loop, head):
     for came in ranks(2).run(trained, wrap, loop, head, (5, 5), sync):
         assert_equal_state(came, expected(head, (5, 5)), 1e-12)
+
+
+def plain(model, optimizer, items, head, sync):  # noqa: ARG001 - it has none
+    for step, item in gradsync.sync_every(model, STEPS, items):
+        (model(head(*item), batch(*item)) / step.size).backward()
+        if step.last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def by_sync_gradients(model, optimizer, items, head, sync):  # noqa: ARG001 - it has none
+    for start in range(0, len(items), STEPS):
+        with gradsync.no_sync(model):
+            for item in items[start : start + STEPS]:
+                (model(head(*item), batch(*item)) / STEPS).backward()
+        gradsync.sync_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("head", [own_head, in_turns, only_on_rank_one])
+@pytest.mark.parametrize("loop", [plain, by_sync_gradients])
+@pytest.mark.parametrize("wrap", [fsdp2, hsdp, replicated])
+def test_with_backwards_of_the_users_own(ranks, wrap, loop, head):
+    for came in ranks(2).run(trained, wrap, loop, head, (4, 4), "window"):
+        assert_equal_state(came, expected(head, (4, 4)), 1e-12)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
-from gradsync.launch.compress import compressed_mean
+from gradsync.launch.compress_of_ddp import compressed_mean
 from gradsync.ranks.group import require_group
 
 # -- without a group --------------------------------------------------------------------------------------------------

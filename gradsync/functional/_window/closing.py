@@ -103,7 +103,7 @@ def factor_of(shares: Sequence[Share], tail: Tail) -> float | None:
     kind = came[0].kind
     if kind == SUMS:
         _insist_on_counts(shares)
-    if any(share.failed for share in shares) or (tail == "drop" and not any(share.filled for share in shares)):
+    if any(share.failed for share in shares) or is_dropped_tail(shares, tail):
         return None
     if kind == PLAIN:
         return 1.0
@@ -111,6 +111,11 @@ def factor_of(shares: Sequence[Share], tail: Tail) -> float | None:
         count = math.fsum([float(share.count) for share in shares])
         return len(shares) / count if count else None
     return correction(int(came[0].size), len(shares), int(sum([share.num_micro_batches for share in came])))
+
+
+def is_dropped_tail(shares: Sequence[Share], tail: Tail) -> bool:
+    """Whether a window is a tail, which no rank filled, and is discarded."""
+    return tail == "drop" and not any(share.filled for share in shares)
 
 
 _MISSED = (

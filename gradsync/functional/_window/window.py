@@ -128,7 +128,7 @@ def weigh(
     window: Window, loss: torch.Tensor | LossSum, scaler: GradScaler | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The tensor from which to run the backward of a loss, and the gradient to begin with (None: 1)."""
-    tensor, seed = (loss.loss, None) if isinstance(loss, LossSum) else (loss, _share_of_mean(window, loss))
+    tensor, seed = (loss.loss, None) if isinstance(loss, LossSum) else (loss, _seed_of_mean(window, loss))
     if window.num_micro_batches and is_scaling(scaler) != (window.scale is not None):
         raise GradSyncError(
             f"All losses of a window of {window.team.name} must be scaled, or none of them, but a GradScaler "
@@ -142,7 +142,7 @@ def weigh(
     return tensor, seed
 
 
-def _share_of_mean(window: Window, loss: torch.Tensor) -> torch.Tensor:
+def _seed_of_mean(window: Window, loss: torch.Tensor) -> torch.Tensor:
     """One over the window's size: bitwise what the backward of `loss / size` passes on, without that division."""
     key = (window.size, loss.dtype, loss.device, loss.shape)
     seeds = window.team.seeds

@@ -18,15 +18,17 @@ from gradsync._errors import GradSyncError
 from gradsync.engines import _torch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     import torch
     from torch import nn
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+    from gradsync.engines._fsdp2_use import Use
 
-def take(groups: Iterable[FSDPParamGroup], used: Collection[FSDPParam]) -> dict[nn.Parameter, torch.Tensor]:
+
+def take(groups: Iterable[FSDPParamGroup], used: Use) -> dict[nn.Parameter, torch.Tensor]:
     """The held gradients, by parameter; not copies.
 
     A piece is empty if this rank has not `used` the parameter and the piece is all zeros: at the boundary the ranks ask
