@@ -21,8 +21,8 @@ BREAK = {"full_windows": "wrong", "tail_over": "hangs", "tail_flush": "dies"}  #
 def broken(how: str, play):
     def in_its_place(home):
         if how == "wrong":
-            right = updates.step_optimizers
-            updates.step_optimizers = lambda *args, **options: right(*args, **{**options, "factor": 2 * options["factor"]})
+            right = updates.update
+            updates.update = lambda *args, **options: right(*args, **{**options, "factor": 2 * options["factor"]})
         elif how == "hangs" and home.rank == 1:
             time.sleep(600)
         elif home.rank == 1:
