@@ -124,8 +124,7 @@ class CallRunner:
             else:
                 returned, closing = self._forward_and_backward(place, call, loop)
             reporter.now.micro_steps += 1
-            with WaitingFor(run.open_window.what):
-                self._end_place(closing)
+            self._end_place(closing)
         return returned
 
     def _forward_and_backward(self, place: Place, call: Call, loop: Loop | None) -> tuple[Any, Closing | None]:
@@ -170,7 +169,8 @@ class CallRunner:
             self.body.remember()
             self.updater.go_on(self.run.index)
         elif closing.had_calls:
-            self.updater.close(closing)
+            with WaitingFor(self.run.open_window.what):
+                self.updater.close(closing)
             self.body.forget()
         else:  # no rank had a call
             self.updater.settle()
