@@ -56,7 +56,7 @@ class FSDP2Engine(Engine):
         self._mesh_group: dist.ProcessGroup | None = None
         self._undo: list[_Undo] = []
         self._is_prepared = False
-        self._use = Use(self)
+        self._use = Use(self, groups)
         self._before: object = None  # what `_reduced` was as the backward that synchronises began
         for group in groups[:1]:
             check_torch("fsdp2", state=states[0], group=group, param=group.fsdp_params[0])

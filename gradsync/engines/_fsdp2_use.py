@@ -30,10 +30,13 @@ if TYPE_CHECKING:
 class Use:
     """The parameters that this rank has used in the current window. Hooks note them, once `begin` was called."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, groups: Sequence[FSDPParamGroup]) -> None:
         self._engine = weakref.ref(engine)
+        # Before torch 2.13, all ranks must have a gradient for the same parameters: also one of a replay, all zeros.
+        self._needs_replays = not _torch.can_reduce_unused(groups)
         self._params: weakref.WeakSet[FSDPParam] = weakref.WeakSet()
         self._hooks: list[Any] = []
+        self._hooked: list[weakref.ref[torch.Tensor]] = []  # the tensors that have them
         self.is_noted = False
         weakref.finalize(self, _remove, self._hooks).atexit = False  # hooks go with the engine, not with the model
 
@@ -45,11 +48,14 @@ class Use:
         self.is_noted = True
         self._params.clear()
         self.add(p for p in params if _torch.whole_gradient(p) is not None or p.sharded_param.grad is not None)
+        trained = [(leaf, param) for leaf, param in zip(leaves, params, strict=True) if leaf.requires_grad]
+        if [id(ref()) for ref in self._hooked] == [id(leaf) for leaf, _ in trained]:
+            return
+        self._hooked = [weakref.ref(leaf) for leaf, _ in trained]
         _remove(self._hooks)
-        for leaf, param in zip(leaves, params, strict=True):
-            if leaf.requires_grad:
-                note = partial(_note, self._engine, weakref.ref(self), weakref.ref(param))
-                self._hooks.append(leaf.register_post_accumulate_grad_hook(note))
+        for leaf, param in trained:
+            note = partial(_note, self._engine, weakref.ref(self), weakref.ref(param))
+            self._hooks.append(leaf.register_post_accumulate_grad_hook(note))
 
     def add(self, params: Iterator[FSDPParam]) -> None:
         """Count these parameters as used."""
@@ -87,5 +93,7 @@ def _remove(hooks: list[Any]) -> None:
 
 def _note(engine: weakref.ref[Engine], use: weakref.ref[Use], param: weakref.ref[FSDPParam], _: torch.Tensor) -> None:
     watched, noted, used = engine(), use(), param()
-    if watched is not None and noted is not None and used is not None and not watched.replays:
+    if watched is None or noted is None or used is None:
+        return
+    if noted._needs_replays or not watched.replays:
         noted._params.add(used)
