@@ -143,7 +143,7 @@ def exception_in_the_forward(home: Home) -> None:
 
 def _fail(home: Home, where: str, at: int) -> None:
     run = Run(home)
-    second = [module for module in home.model.modules() if isinstance(module, Block)][1]
+    second = _second(home.model)
     for index in range(at + 1):
         second.fails = where if index == at else ""
         try:
@@ -229,3 +229,30 @@ def a_parameter_used_only_early(home: Home) -> None:
         return torch.stack([mean_of(model(data(*i), only_first=i[1] % 3 > 1)) for i in items]).sum() / len(items)
 
     compare(home, run.states, reference(home, [range(3), range(3, 6)], weigh))
+
+
+def a_layer_that_some_ranks_leave_out(home: Home) -> None:
+    """Inside its own forward, by turns: each rank uses it once a window at least."""
+    run, second = Run(home), _second(home.model)
+    for index in range(6):
+        second.is_left_out = _is_left_out(home.rank, index)
+        run(index)
+    second.is_left_out = False
+
+    def weigh(model: Any, items: list[Item]) -> torch.Tensor:
+        losses = []
+        for rank, index in items:
+            _second(model).is_left_out = _is_left_out(rank, index)
+            losses.append(mean_of(model(data(rank, index))))
+        return torch.stack(losses).sum() / len(items)
+
+    compare(home, run.states, reference(home, [range(3), range(3, 6)], weigh))
+
+
+def _is_left_out(rank: int, index: int) -> bool:
+    return (rank + index) % 2 == 1
+
+
+def _second(model: Any) -> Block:
+    second: Block = [module for module in model.modules() if isinstance(module, Block)][1]
+    return second

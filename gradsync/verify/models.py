@@ -47,16 +47,22 @@ def _applied(function: Any, *args: Any) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """Two layers and a residual; `fails` says where it raises: "" (nowhere), "forward" or "backward"."""
+    """Two layers and a residual; `fails` says where it raises: "" (nowhere), "forward" or "backward".
+
+    With `is_left_out`, its parameters are not used.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.fails = ""
+        self.is_left_out = False
         self.up = nn.Linear(4, 6)
         self.down = nn.Linear(6, 4)
 
     def forward(self, x: torch.Tensor, poison: bool = False) -> torch.Tensor:  # noqa: FBT001, FBT002 - FSDP wraps it
         """With `poison`, the gradient of one element is inf."""
+        if self.is_left_out:
+            return x * 1.0
         if self.fails == "backward":
             x = _applied(Trap, x, ArithmeticError("in backward"))
         if self.fails == "forward":

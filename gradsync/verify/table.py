@@ -63,6 +63,7 @@ ROWS: dict[str, Row] = {
         Row("no_sync, then a backward", even.no_sync_then_backward),
         Row("a parameter that no rank used stays None", even.a_parameter_that_nobody_used),
         Row("a parameter used in early micro-batches only", even.a_parameter_used_only_early),
+        Row("a layer that some ranks leave out", even.a_layer_that_some_ranks_leave_out),
         Row("overlap", also.overlap),
         Row("compress", also.compress),
         Row("fit", also.fit),
@@ -143,6 +144,12 @@ _WHY_NOT: dict[tuple[str, str], str] = {
     **{(engine, "overlap"): "sync is not 'window' there, which overlap needs" for engine in _NOT_ONCE},
     ("ddp_static", "no_sync_then_backward"): "torch's static graph has to synchronise its very first backward",
     ("ddp_static", "a_parameter_used_only_early"): "a static graph is the same in each backward",
+    ("ddp_static", "a_layer_that_some_ranks_leave_out"): "a static graph is the same in each backward",
+    **{
+        (engine, "a_layer_that_some_ranks_leave_out"): "torch reduces a unit in the backward of each rank that uses it"
+        for engine in HOMES
+        if engine.startswith("fsdp1")
+    },
 }
 
 CELLS: dict[tuple[str, str], Cell] = {

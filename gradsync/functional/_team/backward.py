@@ -32,16 +32,15 @@ class Order(NamedTuple):
 
         Of several engines, the first synchronises in the backward, and the others after it, one after another. The
         backward reaches engines in an order that other ranks do not know: their micro-batches may use other models, or
-        they have none. Where a forward communicates, every rank runs it, and all engines synchronise in the backward.
+        they have none. Engines whose forward communicates all synchronise in the backward, because every rank runs it.
         """
         if not engines:
             return HELD
         owing = [engine for engine in engines if engine.owes_first]
         if owing and (size > 1 or len(engines) > 1):
             return cls(owing, (), engines, asked=asked)
-        if len(engines) == 1 or any(engine.forward_communicates for engine in engines):
-            return cls(engines, asked=asked)
-        return cls(engines[:1], engines[1:], asked=asked)
+        together = [engine for engine in engines if engine.forward_communicates] or engines[:1]
+        return cls(together, [engine for engine in engines if engine not in together], asked=asked)
 
     def without_backward(self) -> Order:
         """The same where this rank runs no backward, while other ranks may run theirs."""
