@@ -129,17 +129,22 @@ def weigh(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The tensor from which to run the backward of a loss, and the gradient to begin with (None: 1)."""
     tensor, seed = (loss.loss, None) if isinstance(loss, LossSum) else (loss, _seed_of_mean(window, loss))
-    if window.num_micro_batches and is_scaling(scaler) != (window.scale is not None):
-        raise GradSyncError(
-            f"All losses of a window of {window.team.name} must be scaled, or none of them, but a GradScaler "
-            f"{'went' if window.scale is not None else 'came'} in the middle of one. Pass it for each micro-batch, and "
-            "call flush() or reset() before that changes."
-        )
     if is_scaling(scaler):
+        if window.scale is None and window.num_micro_batches:
+            raise _scaled_in_part(window, "came")
         Scale.insist_on_unscaled(scaler, tensor)
         window.scale = window.scale or Scale.of(scaler, tensor)
         tensor = window.scale.apply(tensor)
+    elif window.scale is not None:
+        raise _scaled_in_part(window, "went")
     return tensor, seed
+
+
+def _scaled_in_part(window: Window, what: str) -> GradSyncError:
+    return GradSyncError(
+        f"All losses of a window of {window.team.name} must be scaled, or none of them, but a GradScaler {what} in the "
+        "middle of one. Pass it for each micro-batch, and call flush() or reset() before that changes."
+    )
 
 
 def _seed_of_mean(window: Window, loss: torch.Tensor) -> torch.Tensor:
