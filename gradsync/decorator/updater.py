@@ -39,7 +39,7 @@ class Updater:
         else:
             self.step(self.run.open_window.team, closing.factor, closing, self.run.close)
 
-    def step(self, team: Team, factor: float, closing: Closing, close: Callable[[], object] = bool) -> Update:
+    def step(self, team: Team, factor: float, closing: Closing, close: Callable[[], object] = bool) -> None:
         """Make the update with synchronised gradients. Its window is closed by `close`, before the schedulers step.
 
         If an optimizer fails, the window stays open here, and is discarded. Other ranks may have closed theirs: the
@@ -53,7 +53,7 @@ class Updater:
 
         try:
             with stepping():
-                return update(
+                update(
                     self.run.who.optimizers,
                     schedulers=[one for ref in self.schedulers if (one := ref()) is not None],
                     scaler=self.scaler(),
