@@ -156,8 +156,7 @@ class FSDP2Engine(Engine):
         groups = [group for group in self._groups if isinstance(group.mesh_info, FSDPMeshInfo)]
         insist_on_shards(groups)
         found = self.hold()
-        if not self._use.is_noted:
-            self._use.begin(self._params, self.leaves)
+        self._note_use()
         # The ranks that share shards must reduce the same parameters together. So they reduce all of them in each
         # micro-batch, with zeros for those that it did not use.
         self._switch(groups, reduce_grads=True, all_reduce_grads=False, reduce_scatter_unused_params=True)
@@ -176,10 +175,7 @@ class FSDP2Engine(Engine):
         # boundary they would be those from before the update.
         groups = self._groups
         self._switch(groups, reduce_grads=True, all_reduce_grads=True, reshard_after_backward=True)
-        if not self._use.is_noted:
-            self._use.begin(self._params, self.leaves)
-            partly = (group for group in groups if group._partial_reduce_output is not None)  # of the user's own making
-            self._use.add(param for group in partly for param in group.fsdp_params)
+        self._note_use()
         # A group reduces the parameters that have a gradient here, and mixes them up with others where another rank has
         # used others. So all ranks reduce all of them, once, with zeros for those that they did not use.
         if _torch.can_reduce_unused(groups):
@@ -252,6 +248,13 @@ class FSDP2Engine(Engine):
             state._root_post_backward_final_callback()
         finally:
             self._put_back(depth)
+
+    def _note_use(self) -> None:
+        """Note from now on which parameters are used. Partial outputs that are there before are the user's own."""
+        if not self._use.is_noted:
+            self._use.begin(self._params, self.leaves)
+            partly = (group for group in self._groups if group._partial_reduce_output is not None)
+            self._use.add(param for group in partly for param in group.fsdp_params)
 
     def _reduced(self) -> object:
         """What changes whenever the groups reduce: the first trained parameter's gradient, and its version."""

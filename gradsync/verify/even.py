@@ -9,7 +9,7 @@ import torch
 import gradsync
 from gradsync import LossSum
 from gradsync.verify.compare import need
-from gradsync.verify.models import Block
+from gradsync.verify.models import second_block
 from gradsync.verify.reference import mean_of
 from gradsync.verify.training import Run, compare, data, data_of, optimizer_of, reference
 
@@ -143,7 +143,7 @@ def exception_in_the_forward(home: Home) -> None:
 
 def _fail(home: Home, where: str, at: int) -> None:
     run = Run(home)
-    second = _second(home.model)
+    second = second_block(home.model)
     for index in range(at + 1):
         second.fails = where if index == at else ""
         try:
@@ -233,7 +233,7 @@ def a_parameter_used_only_early(home: Home) -> None:
 
 def a_layer_that_some_ranks_leave_out(home: Home) -> None:
     """Inside its own forward, by turns: each rank uses it once a window at least."""
-    run, second = Run(home), _second(home.model)
+    run, second = Run(home), second_block(home.model)
     for index in range(6):
         second.is_left_out = _is_left_out(home.rank, index)
         run(index)
@@ -242,7 +242,7 @@ def a_layer_that_some_ranks_leave_out(home: Home) -> None:
     def weigh(model: Any, items: list[Item]) -> torch.Tensor:
         losses = []
         for rank, index in items:
-            _second(model).is_left_out = _is_left_out(rank, index)
+            second_block(model).is_left_out = _is_left_out(rank, index)
             losses.append(mean_of(model(data(rank, index))))
         return torch.stack(losses).sum() / len(items)
 
@@ -251,8 +251,3 @@ def a_layer_that_some_ranks_leave_out(home: Home) -> None:
 
 def _is_left_out(rank: int, index: int) -> bool:
     return (rank + index) % 2 == 1
-
-
-def _second(model: Any) -> Block:
-    second: Block = [module for module in model.modules() if isinstance(module, Block)][1]
-    return second

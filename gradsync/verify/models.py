@@ -98,6 +98,12 @@ class Net(nn.Module):
         return cast("torch.Tensor", self(x))
 
 
+def second_block(model: nn.Module) -> Block:
+    """That of a `Net`, however it is wrapped."""
+    second: Block = [module for module in model.modules() if isinstance(module, Block)][1]
+    return second
+
+
 def net(dtype: torch.dtype = torch.float64, *, unused: bool = False) -> Net:
     """A model with the same weights each time."""
     torch.manual_seed(7)

@@ -8,7 +8,7 @@ import pytest
 
 from gradsync.engines import find
 from tests.support.homes import Home, home_of
-from tests.support.models import Block
+from tests.support.models import second_block
 from tests.support.training import Run
 from tests.support.wire import Wire
 
@@ -29,7 +29,7 @@ def after_an_exception(engine: str) -> None:
     """Wherever it struck, the next window is sent as the last one was."""
     home = home_of(engine)
     run = Run(home)
-    second = [module for module in home.model.modules() if isinstance(module, Block)][1]
+    second = second_block(home.model)
 
     def window():
         wire = Wire()

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradsync
 from tests.support.compare import assert_equal_state
+from tests.support.loops import over, sync_every
+from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
 
 STEPS, LR = 2, 0.1
 
@@ -21,26 +23,9 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
-def batch(rank: int, index: int) -> torch.Tensor:
-    return torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * rank + index))
-
-
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
-def over(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    step = gradsync.accumulating(steps=STEPS)(lambda model, optimizer, x: loss_of(model, x))
-    for x in step.over([batch(dist.get_rank(), index) for index in range(4)]):
-        step(model, optimizer, x)
-
-
-def sync_every(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for step, x in gradsync.sync_every(model, STEPS, [batch(dist.get_rank(), index) for index in range(4)]):
-        step.backward(loss_of(model, x))
-        if step.last:
-            optimizer.step()
-            optimizer.zero_grad()
+def loop_over(loop: Callable, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    data = [micro_batch(dist.get_rank(), index) for index in range(4)]
+    loop(STEPS, model, optimizer, lambda x: mean_loss(model, x), data)
 
 
 def fsdp2(model: nn.Sequential) -> nn.Module:
@@ -56,10 +41,10 @@ def fsdp2_without_root(model: nn.Sequential) -> nn.Module:
 def made_after_an_evaluation(wrap: Callable, loop: Callable) -> str:
     model = wrap(net())
     with torch.no_grad():
-        model(batch(0, 0))
+        model(micro_batch(0, 0))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     try:
-        loop(model, optimizer)
+        loop_over(loop, model, optimizer)
     except gradsync.GradSyncError as error:
         return str(error)
     return "no error"
@@ -77,9 +62,9 @@ def unfrozen_later(loop: Callable) -> dict:
     """The first layer, a root of its own, is frozen in the first loop, and trained by a new optimizer in the second."""
     model = fsdp2_without_root(net())
     model[0].requires_grad_(False)
-    loop(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR))
+    loop_over(loop, model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR))
     model[0].requires_grad_(True)
-    loop(model, torch.optim.SGD(model.parameters(), lr=LR))
+    loop_over(loop, model, torch.optim.SGD(model.parameters(), lr=LR))
     return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
 
 
@@ -89,12 +74,7 @@ def test_a_frozen_root_that_is_unfrozen_after_a_loop(ranks, loop):
     model = net()
     for frozen in (True, False):
         model[0].requires_grad_(not frozen)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
-        for start in (0, 2):
-            window = [batch(rank, index) for rank in range(2) for index in (start, start + 1)]
-            torch.stack([loss_of(model, x) for x in window]).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        _, model = train(model, cut([4, 4], STEPS), window_mean, lr=LR)
     for came in ranks(2).run(unfrozen_later, loop):
         assert_equal_state(came, model.state_dict(), 1e-12)
 
@@ -120,7 +100,7 @@ def judged(make: Callable, *, several: bool) -> list[torch.Tensor]:
         ]
         for index in range(4):
             for step in steps:
-                step(batch(dist.get_rank(), index))
+                step(micro_batch(dist.get_rank(), index))
         with FullyShardedDataParallel.summon_full_params(maker):
             return [parameter.detach().clone() for parameter in (*judge.parameters(), *maker.parameters())]
     losses = zip((judge_loss, maker_loss), optimizers, strict=True)
@@ -128,7 +108,7 @@ def judged(make: Callable, *, several: bool) -> list[torch.Tensor]:
     sums = [[torch.zeros_like(parameter) for parameter in parameters] for *_, parameters in held]
     for index in range(4):
         for (loss, optimizer, parameters), total in zip(held, sums, strict=True):
-            gradients = torch.autograd.grad(sum(loss(batch(rank, index)) for rank in range(2)) / (2 * STEPS), parameters)
+            gradients = torch.autograd.grad(sum(loss(micro_batch(rank, index)) for rank in range(2)) / (2 * STEPS), parameters)
             torch._foreach_add_(total, gradients)
             if index % STEPS == STEPS - 1:
                 for parameter, gradient in zip(parameters, total, strict=True):

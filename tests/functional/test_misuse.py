@@ -145,3 +145,16 @@ def a_loop_that_is_left() -> None:
 @pytest.mark.parametrize("case", [a_dropped_tail, counts_of_nothing, a_loop_that_is_left])
 def test_what_stays_exact(ranks, size, case):
     ranks(size).run(case)
+
+
+@pytest.mark.parametrize(("first", "what"), [(False, "came"), (True, "went")])
+def test_a_scaler_that_comes_or_goes_in_the_middle_of_a_window(first, what):
+    model, optimizer, run = begun(F.Terms(2))
+    scaler, who = torch.amp.GradScaler("cpu", init_scale=4.0), F.Who([model], [optimizer])
+    place = run.start(who)
+    with run.holding(place):
+        run.backward(place, mean_loss(model, micro_batch(0, 0)), scaler=scaler if first else None)
+    place = run.start(who)
+    with run.holding(place), pytest.raises(GradSyncError, match=f"or none of them, but a GradScaler {what} in the middle"):
+        run.backward(place, mean_loss(model, micro_batch(0, 1)), scaler=None if first else scaler)
+    run.discard()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradsync.verify.models import Block, Net, net  # noqa: F401
+from gradsync.verify.models import Block, Net, net, second_block  # noqa: F401
 from tests.support.reference import mean_loss
 from tests.support.traps import Trap
 

@@ -14,7 +14,7 @@ from tests.support.compare import assert_equal_updates
 from tests.support.models import small_model
 from tests.support.recorder import Recorder
 from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
-from tests.uneven.loops import over_unnamed, sync_every
+from tests.support.loops import over_unnamed, sync_every
 
 
 def sharded():

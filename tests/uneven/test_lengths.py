@@ -17,7 +17,7 @@ from tests.support.items import unsized
 from tests.support.models import small_model
 from tests.support.recorder import Recorder
 from tests.support.reference import cut, mean_loss, micro_batch, sum_loss, train, window_mean
-from tests.uneven.loops import over, over_unsized, sync_every
+from tests.support.loops import over, over_unsized, sync_every
 
 
 def bare(model: nn.Module) -> nn.Module:

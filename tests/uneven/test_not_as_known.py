@@ -14,7 +14,7 @@ from tests.support.models import small_model
 from tests.support.programs import TORCHRUN
 from tests.support.recorder import Recorder
 from tests.support.reference import mean_loss, micro_batch, sum_loss, train, window_mean
-from tests.uneven.loops import over_unnamed, sync_every
+from tests.support.loops import over_unnamed, sync_every
 
 STEPS = 3
 

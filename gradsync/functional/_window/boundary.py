@@ -69,11 +69,11 @@ class Held:
                 failure = late
         if failure is None:
             self._end()
-        elif not self._drops(failure):
-            if error is None:
-                raise failure
             return False
-        return True
+        drops = self._drops(failure)
+        if error is None and not drops:
+            raise failure
+        return drops
 
     def _end(self) -> None:
         """After the backward, and what the engines had to synchronise."""

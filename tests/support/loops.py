@@ -7,9 +7,9 @@ from gradsync import LossSum, accumulating
 from tests.support.items import unsized
 
 
-def over(steps, home, optimizer, loss_of, data) -> int:
+def over(steps, home, optimizer, loss_of, data, **options) -> int:
     """Models and optimizers are known by keyword; an item that is None is passed over."""
-    step = accumulating(steps=steps, model=home, optimizer=optimizer)(loss_of)
+    step = accumulating(steps=steps, model=home, optimizer=optimizer, **options)(loss_of)
     for x in step.over(data):
         if x is not None:
             step(x)
