@@ -34,7 +34,8 @@ PRELOADED = ["torch", "torch.distributed.fsdp", "torch._dynamo", "gradsync", "te
 
 
 NOT_CONNECTED = "Gloo connectFullMesh failed"  # in `init_process_group` or `new_group`
-CRASHED = "Fatal Python error: Segmentation fault"
+CRASHES = ("Fatal Python error: Segmentation fault", "Fatal Python error: Aborted")
+MISMATCH = "Is there a distributed collective mismatch"  # gloo ends the process, too, and it is not gloo's fault
 
 
 class GlooError(Exception):
@@ -96,7 +97,7 @@ class Ranks:
                 except (EOFError, ConnectionError):
                     self._processes[rank].join(1)  # or its exit code is not known yet
                     ended = f"the process ended, exit code {self._processes[rank].exitcode}"
-                    results[rank] = False, f"{ended}\n{Path(_stacks(self._init, rank)).read_text()}"
+                    results[rank] = False, f"{ended}\n{_said(self._init, rank).read_text()}"
                 if not again and _is_of_gloo(*results[rank]):
                     self.stop()
                     raise GlooError(results[rank][1])
@@ -112,7 +113,7 @@ class Ranks:
         with suppress(ProcessLookupError):
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.2)
-        return Path(_stacks(self._init, rank)).read_text()
+        return _said(self._init, rank).read_text()
 
     def stop(self) -> None:
         """End the processes."""
@@ -138,19 +139,20 @@ class Ranks:
             self._pipes.append(here)
 
 
-def _stacks(init: str, rank: int) -> str:
-    """The file that a rank writes its threads' stacks to, when it is asked or crashes."""
-    return f"{init}.{rank}.stacks"
+def _said(init: str, rank: int) -> Path:
+    """The file with a rank's stderr: what C++ says as it ends the process, and the stacks, if asked for or in a crash."""
+    return Path(f"{init}.{rank}.stderr")
 
 
 def _is_of_gloo(ok: bool, value: object) -> bool:
     """Whether gloo has failed, outside of any code of ours.
 
-    It crashed twice in some twenty thousand cases, on four ranks, in a thread `pt_gloo_runloop` (torch 2.11 and 2.13).
-    In a thread that runs no Python there is no "current thread" for Python to show.
+    It crashed four times that we know of, in a thread `pt_gloo_runloop` (torch 2.11 and 2.13). In a thread
+    that runs no Python there is no "current thread" for Python to show.
     """
     text = "" if ok else str(value)
-    return NOT_CONNECTED in text or (CRASHED in text and "Current thread" not in text)
+    crashed = any(crash in text for crash in CRASHES) and "Current thread" not in text
+    return NOT_CONNECTED in text or (crashed and MISMATCH not in text)
 
 
 def _files(args: object) -> list[str]:
@@ -166,9 +168,10 @@ def _serve(rank: int, size: int, init: str, pipe) -> None:
 
     gc.freeze()  # what was imported is there for ever: collections pass it over, and its pages stay shared
     torch.set_num_threads(1)
-    stacks = open(_stacks(init, rank), "w")  # noqa: SIM115 - open as long as the process lives
-    faulthandler.enable(stacks)
-    faulthandler.register(signal.SIGUSR1, stacks)
+    with _said(init, rank).open("w") as said:
+        os.dup2(said.fileno(), 2)
+    faulthandler.enable(2)
+    faulthandler.register(signal.SIGUSR1, 2)
     try:
         dist.init_process_group("gloo", init_method=f"file://{init}", rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     except BaseException:
