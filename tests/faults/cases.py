@@ -58,6 +58,10 @@ def at_the_boundary(scene: Scene) -> None:
 
 
 def in_the_backward(scene: Scene) -> None:
+    in_the_backward_of(scene, call=8)
+
+
+def in_the_backward_of(scene: Scene, call: int) -> None:
     import torch
 
     class Deadly(torch.autograd.Function):
@@ -67,12 +71,12 @@ def in_the_backward(scene: Scene) -> None:
 
         @staticmethod
         def backward(ctx, gradient):
-            if scene.calls == 8:
+            if scene.calls == call:
                 scene.die()
             return gradient
 
     scene.body = lambda model, x: Deadly.apply(model(Deadly.apply(x.clone().requires_grad_()))).square().mean()
-    scene.call(4)
+    scene.call(8 - scene.calls)
 
 
 def in_window_1(scene: Scene, wrap, moment) -> None:
@@ -144,6 +148,14 @@ def in_sync_every(scene: Scene, plain: bool = False, wrap=bare) -> None:
         if micro.last:
             scene.optimizer.step()
             scene.optimizer.zero_grad()
+
+
+def in_a_held_micro_batch_that_synchronises(scene: Scene, wrap) -> None:
+    import gradsync
+
+    wrap(scene)
+    scene.step = gradsync.accumulating(steps=4, sync="each")(scene.step.__wrapped__)
+    in_the_backward_of(scene, call=6)
 
 
 def in_sync_gradients(scene: Scene) -> None:
