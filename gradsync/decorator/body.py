@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradsync._errors import GradSyncError
+from gradsync.decorator.participants import attributes_of
 from gradsync.functional import GradientWatch, LossSum, Run, Team, find_loss
 from gradsync.ranks.meet import meet, ranks_where
 
@@ -19,6 +21,8 @@ Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """The user's function, and the arguments of one call. A plain tuple, because a class costs time in each call."""
 
 _DATA = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.device, torch.dtype)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_LARGE = 1000  # what holds more objects is not looked through
 
 
 class SkippableBody(GradientWatch):
@@ -95,9 +99,12 @@ class SkippableBody(GradientWatch):
     def again(self) -> torch.Tensor | LossSum:
         """Run the last good micro-batch once more; returns its loss. Other ranks wait in its forward."""
         if not self._run.can_repeat:
+            lack = "it has had none yet. See to it that its first micro-batch is a good one"
+            if self._run.replay is not None:
+                lack = "an object that this call was given is gone. Keep it until the next call"
             raise GradSyncError(
                 f"A rank whose engine communicates in forward repeats its last call of {self._run.name} where it has "
-                "no micro-batch to run, but it has had none yet. See to it that its first micro-batch is a good one."
+                f"no micro-batch to run, but {lack}."
             )
         return find_loss(self._run.replay())
 
@@ -128,9 +135,9 @@ class Replay:
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         instance = getattr(function, "__self__", None)
         self._function: Any = function
-        if instance is not None:
-            self._function, args = getattr(function, "__func__", function), (instance, *args)
         self._remembered: list[_Remembered] = []
+        if instance is not None:
+            self._function, args = getattr(function, "__func__", function), (self._weak(instance), *args)
         self._arguments = _changed((args, kwargs), self._kept)
 
     @property
@@ -146,6 +153,9 @@ class Replay:
     def _kept(self, one: Any) -> Any:
         if isinstance(one, _DATA):
             return one.detach() if type(one) is torch.Tensor and one.grad_fn is not None else one
+        return one if isinstance(one, _Remembered) or _is_data(one) else self._weak(one)
+
+    def _weak(self, one: Any) -> Any:
         try:
             self._remembered.append(_Remembered(one))
         except TypeError:
@@ -157,6 +167,21 @@ class _Remembered(weakref.ref[Any]):
     """A reference of ours: the user's data may hold others."""
 
     __slots__ = ()
+
+
+def _is_data(one: Any) -> bool:
+    """Whether an object holds data, and no module, optimizer or function, which it would keep alive."""
+    todo = [one]
+    for inner in todo:
+        if isinstance(inner, _DATA):
+            continue
+        if callable(inner) or callable(getattr(inner, "step", None)) or isinstance(inner, Iterator):
+            return False
+        todo += inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, _CONTAINERS) else ()
+        todo += attributes_of(inner)
+        if len(todo) > _LARGE:
+            return False
+    return True
 
 
 def _changed(one: Any, change: Callable[[Any], Any]) -> Any:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import is_engine
-from gradsync.functional import bare_optimizer, is_scaling
+from gradsync.functional import bare_optimizer, is_scaling, owned
 
 Naming: TypeAlias = Any | Callable[..., Any] | None
 """An object, a tuple of objects, or a function of the call's arguments; None to search the arguments by type."""
@@ -36,9 +36,9 @@ class Participants(NamedTuple):
     scaler: torch.amp.GradScaler | None
 
     def in_words(self) -> dict[str, Any]:
-        """What all ranks must have alike, those too whose data has ended and who make the update: names of classes."""
+        """What all ranks must have alike, those too whose data has ended and who make the update."""
         return {
-            "optimizers": [type(bare_optimizer(one)).__name__ for one in self.optimizers],
+            "optimizers": [f"{type(bare_optimizer(one)).__name__} of {len(owned([one]))}" for one in self.optimizers],
             "schedulers": [type(one).__name__ for one in self.schedulers],
             "GradScaler": "one" if is_scaling(self.scaler) else "none",
         }
@@ -93,7 +93,7 @@ class Finder:
                         continue
                     what, harm = engines[0], "each backward would synchronise it, and wait for ranks that have run out"
                 raise GradSyncError(
-                    f"{name} takes part with what is an argument of its own or named by keyword, but a {what} "
+                    f"{name} takes part with what is an argument of its own or named by keyword, but {_a(what)} "
                     f"came {where}, where {harm}. Name it: accumulating(..., {kind}=lambda *args: ...), or leave the "
                     f"keyword {kind} out, and pass each as an argument of its own. With {kind}=() none takes part."
                 )
@@ -126,7 +126,7 @@ def participants_of(found: Sequence[Any], came: Sequence[object], name: str, *, 
         if not several:
             how = f"lambda self, *_: self.{what}" if is_method else what
             raise GradSyncError(
-                f"{name} needs a{'n' if what == 'optimizer' else ''} {what} among its arguments, but found none. What "
+                f"{name} needs {_a(what)} among its arguments, but found none. What "
                 f"came is {', '.join(type(one).__name__ for one in came) or 'nothing'}. Pass it to the function as an "
                 f"argument of its own, or name it: accumulating(..., {what}={how})."
             )
@@ -139,6 +139,10 @@ def participants_of(found: Sequence[Any], came: Sequence[object], name: str, *, 
                 "keep it out of the call."
             )
     return Participants(models, optimizers, schedulers, scalers[0] if scalers else None)
+
+
+def _a(what: str) -> str:
+    return f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
 
 
 def reference(one: Any) -> Callable[[], Any]:
@@ -250,13 +254,18 @@ def _has_step(one: object) -> bool:
     return callable(getattr(one, "__dict__", {}).get("step", getattr(type(one), "step", None)))
 
 
-def _held_by(one: object) -> list[Any]:
-    """The values of an object's attributes, and the items of those that are containers."""
+def attributes_of(one: object) -> list[Any]:
+    """The values of an object's attributes, those in `__slots__` too."""
     values = [*getattr(one, "__dict__", {}).values()]
     for slots in [kind.__dict__.get("__slots__", ()) for kind in type(one).__mro__]:
         names = [slots] if isinstance(slots, str) else slots
         values += [getattr(one, name, None) for name in names if name not in {"__dict__", "__weakref__"}]
+    return values
+
+
+def _held_by(one: object) -> list[Any]:
+    """The values of an object's attributes, and the items of those that are containers."""
     held = []
-    for value in values:
+    for value in attributes_of(one):
         held += [value] if isinstance(value, Optimizer | nn.Module | LRScheduler) else [value, *inside(value)]
     return held

@@ -218,6 +218,7 @@ class DDPEngine(Engine):
 
     def _prepare(self, loss: torch.Tensor | None) -> None:  # noqa: ARG002 - for those that search a graph
         """Have the reducer wait for the backward of `loss`; None: for any."""
+        self._rebuild_buckets()  # due where its user has run one backward of his own
         self._reducer.prepare_for_forward()
         self._reducer.prepare_for_backward([])
 
@@ -249,7 +250,9 @@ class DDPEngine(Engine):
         for parameter in parameters:
             if parameter.grad is None and id(parameter) in self._sparse:
                 # The reducer refuses an undefined gradient for a sparse parameter, but takes an empty one.
-                none, values = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device), parameter.detach()[:0]
+                none = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+                # Not a view of the parameter: a gradient that is added in place would be written into its memory.
+                values = parameter.detach().new_empty((0, *parameter.shape[1:]))
                 parameter.grad = torch.sparse_coo_tensor(none, values, parameter.shape, check_invariants=False)
         return joined(parameters)
 

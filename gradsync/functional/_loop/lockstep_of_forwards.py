@@ -25,14 +25,16 @@ from gradsync.functional._window.window import Window
 def plan_calls(loop: LoopKnowledge, run: Run, window: Window) -> None:
     """A window opens: plan how many calls it has, where all ranks know that."""
     loop.planned = None
-    if not loop.is_in_lockstep or callable(run.terms.steps) or loop.only_run is None:
+    # A plan is kept to also where fewer items come than a length says: but a window that is carried on stays open then.
+    is_carried = not ends_with_data(run.terms.tail)
+    if not loop.is_in_lockstep or callable(run.terms.steps) or loop.only_run is None or is_carried:
         return
-    shares, can_end = loop.shares, ends_with_data(run.terms.tail)
+    shares = loop.shares
     lefts = [share.left for share in shares]
     if PERHAPS in lefts or UNKNOWN in lefts:
         return
     most = min(max(lefts), window.size)
-    if most == window.size or (most and can_end and all(share.once or not share.left for share in shares)):
+    if most == window.size or (most and all(share.once or not share.left for share in shares)):
         loop.planned, loop.asked = int(most), None
         # If this window is discarded, nobody knows how many items the others still have.
         loop.shares = [share._replace(left=UNKNOWN if share.left else 0.0) for share in shares]
@@ -67,5 +69,7 @@ def _is_enough(run: Run, shares: Sequence[Share]) -> bool:
     if window is None or (callable(run.terms.steps) and not window.index):
         return False  # other ranks may see another size: all tell it before they run
     comes = all(share.once for share in shares) and any(share.run_key != NOBODY for share in shares)
-    closes = window.index + 1 >= window.size or not ends_with_data(run.terms.tail)
-    return comes and (closes or any(share.left for share in shares))
+    is_full, is_carried = window.index + 1 >= window.size, not ends_with_data(run.terms.tail)
+    if is_full and is_carried:
+        return False  # if nobody keeps the promise, the window stays open
+    return comes and (is_full or is_carried or any(share.left for share in shares))

@@ -46,6 +46,13 @@ class Order(NamedTuple):
         """The same where this rank runs no backward, while other ranks may run theirs."""
         return HELD if self is HELD else Order(after=self.again or (*self.armed, *self.after), asked=self.asked)
 
+    def of_replay(self) -> Order:
+        """The same where this rank's backward is a replay: only engines that need one synchronise in it."""
+        armed = [engine for engine in self.armed if engine.forward_communicates]
+        return self._replace(
+            armed=armed, after=[engine for engine in (*self.armed, *self.after) if engine not in armed]
+        )
+
     def arm(self, loss: torch.Tensor | None) -> None:
         """Before the backward of a loss: get ready to synchronise in it. None: it is the user's own, and runs."""
         for engine in self.armed:

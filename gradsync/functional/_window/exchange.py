@@ -19,7 +19,7 @@ class Exchange:
     """How the ranks tell each other their shares of a window that closes.
 
     This is the exchange outside of loops, where all ranks make equally many calls. A table is sent only where shares
-    may differ all the same: with `skip`, with counts, with a function for `steps`, or after calls without a backward.
+    may differ all the same: with `skip`, with counts, with a function for `steps`, in a window that a loop left open.
     In `.over` and in `sync_every` over an iterable, that of `_loop/loop_exchange.py` takes its place.
     """
 
@@ -51,7 +51,7 @@ class Exchange:
         Raises if this rank ran another number of backwards than the window's size, on which the other ranks count.
         """
         self.agree(window)
-        if self.always_sends or window.kind == SUMS:
+        if self.always_sends or window.kind == SUMS or window.began_in_loop:
             return window.team.tables.send(Share.of_window(window).row())
         if window.kind != PLAIN and window.num_micro_batches != window.size:
             raise GradSyncError(

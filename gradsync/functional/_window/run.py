@@ -285,6 +285,7 @@ class Run:
     def _opened(self) -> Window:
         """A window that is opened for the place that begins."""
         window = self.open(self.fitting_team())
+        window.began_in_loop = self._exchange.has_an_end
         self._exchange.plan(window)
         return window
 
@@ -301,7 +302,8 @@ class Run:
         if window.sizes is not None:
             compare_sizes(window)
         if place.last:
-            return Order.of_boundary(window.active, window.size, window.asked)
+            order = Order.of_boundary(window.active, window.size, window.asked)
+            return order if place.role is RUNS else order.of_replay()
         # In a loop ranks run out at different times. Only the boundary is sure to find them all: "each" waits for it.
         exchange, team = self._exchange, window.team
         if self.terms.sync == "each" and (not exchange.has_an_end or team.num_ranks == 1 or team.lockstep):
