@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradsync._errors import GradSyncError
-from gradsync.decorator.participants import attributes_of
+from gradsync.decorator.participants import attributes_of, reference
 from gradsync.functional import GradientWatch, LossSum, Run, Team, find_loss
 from gradsync.ranks.meet import meet, ranks_where
 
@@ -126,36 +126,37 @@ class SkippableBody(GradientWatch):
 class Replay:
     """The last call of a step function, to be repeated when other ranks wait in its forward.
 
-    It is made before the function runs, which may take items out of a batch. Data is kept; everything else is
+    It is made before the function runs, which may take items out of a batch. Tensors are kept; everything else is
     referenced weakly: it keeps no model, no optimizer and no trainer alive.
     """
 
-    __slots__ = ("_arguments", "_function", "_remembered")
+    __slots__ = ("_arguments", "_bound", "_data", "_function", "_remembered")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         instance = getattr(function, "__self__", None)
-        self._function: Any = function
+        self._function: Any = function if instance is None else getattr(function, "__func__", function)
+        self._bound = () if instance is None else (reference(instance),)
         self._remembered: list[_Remembered] = []
-        if instance is not None:
-            self._function, args = getattr(function, "__func__", function), (self._weak(instance), *args)
         self._arguments = _changed((args, kwargs), self._kept)
+        self._data: list[Any] = []  # keeps what is remembered alive
 
     @property
     def is_alive(self) -> bool:
         """Whether all its arguments are still there."""
-        return all(one() is not None for one in self._remembered)
+        return all(one() is not None for one in (*self._bound, *self._remembered))
+
+    def keep_data(self) -> None:
+        """Keep the user's objects that hold nothing but data: the call may be repeated behind its loop."""
+        self._data = [one for ref in self._remembered if _is_data(one := ref())]
 
     def __call__(self) -> Any:
         """Make the call once more."""
         args, kwargs = _changed(self._arguments, lambda one: one() if isinstance(one, _Remembered) else one)
-        return self._function(*args, **kwargs)
+        return self._function(*(one() for one in self._bound), *args, **kwargs)
 
     def _kept(self, one: Any) -> Any:
         if isinstance(one, _DATA):
             return one.detach() if type(one) is torch.Tensor and one.grad_fn is not None else one
-        return one if isinstance(one, _Remembered) or _is_data(one) else self._weak(one)
-
-    def _weak(self, one: Any) -> Any:
         try:
             self._remembered.append(_Remembered(one))
         except TypeError:

@@ -150,6 +150,8 @@ class CallRunner:
                     run.replay = replay
                     if loop is not None:
                         loop.kept[run] = call  # its arguments live as long as the loop
+                    if run.terms.skip:  # the next call may be dropped, in this loop or behind it
+                        replay.keep_data()
             elif team.lockstep:
                 window.drop()
                 closing = self._run_again(place._replace(role=Role.REPEATS))

@@ -37,8 +37,9 @@ class Participants(NamedTuple):
 
     def in_words(self) -> dict[str, Any]:
         """What all ranks must have alike, those too whose data has ended and who make the update."""
+        steps = [f"{type(bare_optimizer(one)).__name__} of {len(owned([one]))} parameters" for one in self.optimizers]
         return {
-            "optimizers": [f"{type(bare_optimizer(one)).__name__} of {len(owned([one]))}" for one in self.optimizers],
+            "optimizers": steps,
             "schedulers": [type(one).__name__ for one in self.schedulers],
             "GradScaler": "one" if is_scaling(self.scaler) else "none",
         }
@@ -85,7 +86,7 @@ class Finder:
                 is_taken = kind is None or id(inner) in taken or getattr(self, kind) == ()
                 if is_taken or (inner is one and kind == "model"):  # which may be a bystander
                     continue
-                where = "beside those that are named" if inner is one else f"in a {type(one).__name__}"
+                where = "beside those that are named" if inner is one else f"in {_a(type(one).__name__)}"
                 what, harm = f"{kind} ({type(inner).__name__})", "it would be passed over"
                 if isinstance(inner, nn.Module):
                     engines = [type(module).__name__ for module in inner.modules() if is_engine(type(module))]
@@ -142,7 +143,7 @@ def participants_of(found: Sequence[Any], came: Sequence[object], name: str, *, 
 
 
 def _a(what: str) -> str:
-    return f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
+    return f"{'an' if what[0] in 'aeiouAEIOU' else 'a'} {what}"
 
 
 def reference(one: Any) -> Callable[[], Any]:

@@ -72,6 +72,11 @@ def test_keywords(keyword, kind, text):
     assert text in str(error.value)
 
 
+def called(function):
+    """An object whose call this is."""
+    return type("Called", (), {"__call__": staticmethod(function)})()
+
+
 def test_what_cannot_be_decorated():
     decorate = accumulating(steps=2)
 
@@ -88,6 +93,9 @@ def test_what_cannot_be_decorated():
         (coroutine, "is an async function"),
         (generator, "is a generator function"),
         (both, "is an async generator function"),
+        (called(coroutine), "is an async function"),
+        (called(generator), "is a generator function"),
+        (called(both), "is an async generator function"),
         (3, "accumulating decorates a step function, but got 3 of type int"),
         (small_model, None),
     ]:
@@ -97,6 +105,20 @@ def test_what_cannot_be_decorated():
         with pytest.raises(TypeError) as error:
             decorate(function)
         assert text in str(error.value)
+
+
+def test_a_default_does_not_take_part():
+    _, model, optimizer = made()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for kind, one in {"scheduler": scheduler, "optimizer": optimizer, "model": model}.items():
+
+        def step(model, optimizer, x, *, other=one):
+            return mean_loss(model, x)
+
+        with pytest.raises(TypeError, match=f"the {kind} .* of .*step is the default of a parameter, .* passed over"):
+            accumulating(steps=2)(step)
+        accumulating(steps=2, **{kind: one})(step)
+    accumulating(steps=2)(lambda model, optimizer, x, loss=torch.nn.MSELoss(), scale=1.0: loss(model(x), x))
 
 
 def test_no_model_and_no_optimizer():

@@ -169,6 +169,24 @@ def test_a_zero_grad_that_was_forgotten(ranks, engine, size):
     refused(verdicts(ranks(size), habit, engine, {"update": update_only}), "still have those of an update", "zero_grad")
 
 
+def begun_with_gradients(engine: str):
+    """A backward of one's own comes before the loop; where they are zeros by then, they are none."""
+    loop = Loop(on_engine(small_model(unused=False), engine))
+
+    def run() -> None:
+        for write in (fill_with_zeros, lambda loop: None):
+            another_loss(loop)
+            write(loop)
+            loop.run()
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize(("engine", "size"), HOMES)
+def test_a_loop_that_begins_with_gradients(ranks, engine, size):
+    refused(verdicts(ranks(size), begun_with_gradients, engine), "must begin without gradients", "a backward of your own")
+
+
 def step_early(loop: Loop) -> None:
     loop.optimizer.step()
     loop.optimizer.zero_grad()

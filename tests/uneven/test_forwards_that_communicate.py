@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradsync
 from gradsync import LossSum, accumulating
 from tests.support.compare import assert_equal_updates
+from tests.support.items import Says
 from tests.support.models import small_model
 from tests.support.recorder import Recorder
 from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
@@ -147,10 +148,46 @@ def test_skipped_micro_batches(ranks, bad):
 
 
 class Batch:
-    """An object of the user's: a replay refers to it weakly."""
+    """An object of the user's that holds data, which a replay keeps."""
 
     def __init__(self, x: torch.Tensor | None) -> None:
         self.x = x
+
+
+class BatchWithModule(Batch):
+    """One that holds more than data: a replay refers to it weakly."""
+
+    def __init__(self, x: torch.Tensor | None) -> None:
+        super().__init__(x)
+        self.inside = [{"module": nn.Linear(1, 1)}]
+
+
+def dropping_objects(epochs: int) -> None:
+    """In the last epoch, the first micro-batch of rank 1 is dropped; the batch before it is gone by then."""
+    rank, home = dist.get_rank(), fsdp2()
+    optimizer = Recorder(home.parameters(), lr=0.05)
+
+    @accumulating(steps=2, skip=ValueError)
+    def step(home, optimizer, batch):
+        if batch.x is None:
+            raise ValueError
+        return mean_loss(home, batch.x)
+
+    bad = {(1, 4 * (epochs - 1) + (2 if epochs == 1 else 0))}
+    for epoch in range(epochs):
+        batches = (Batch(None if (rank, i) in bad else micro_batch(rank, i)) for i in range(4 * epoch, 4 * epoch + 4))
+        for batch in batches if epochs == 1 else step.over(batches):
+            step(home, optimizer, batch)
+    assert step.progress.dropped == (rank == 1)
+    windows = [[(r, i) for r in range(2) for i in (start, start + 1)] for start in range(0, 4 * epochs, 2)]
+    windows = [[one for one in window if one not in bad] for window in windows]
+    assert_equal_updates(optimizer.seen, train(small_model(), windows, window_mean, lr=0.05)[0], 1e-10)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_dropped_micro_batch_after_an_object(ranks, epochs):
+    """In plain calls, and in a second loop over data."""
+    ranks(2).run(dropping_objects, epochs, limit=15)
 
 
 def fails_after_its_forward(home, x):
@@ -158,7 +195,7 @@ def fails_after_its_forward(home, x):
     raise ValueError
 
 
-def dropping_too_late(loss, good: set[int]) -> str:
+def dropping_too_late(loss, good: set[int], kind=Batch) -> str:
     """What each rank is told where `skip` cannot drop a micro-batch; the first is a good one on these ranks."""
     rank = dist.get_rank()
     home = fsdp2()
@@ -171,8 +208,8 @@ def dropping_too_late(loss, good: set[int]) -> str:
         return loss(home, batch.x)
 
     try:
-        step(Batch(micro_batch(rank, 0) if rank in good else None))
-        step(Batch(None))
+        step(kind(micro_batch(rank, 0) if rank in good else None))
+        step(kind(None))
     except gradsync.GradSyncError as error:
         return str(error)
     return "no error"
@@ -182,16 +219,16 @@ AFTER_A_FORWARD = "only before its model is called, for the other ranks wait in 
 
 
 @pytest.mark.parametrize(
-    ("loss", "good", "words"),
+    ("loss", "good", "kind", "words"),
     [
-        (fails_after_its_forward, {0, 1}, AFTER_A_FORWARD),
-        (mean_loss, {0}, "must be a good one on every rank .* but rank 1 dropped it"),
-        (mean_loss, {0, 1}, "repeats its last call of .* where it has no micro-batch to run"),
+        (fails_after_its_forward, {0, 1}, Batch, AFTER_A_FORWARD),
+        (mean_loss, {0}, Batch, "must be a good one on every rank .* but rank 1 dropped it"),
+        (mean_loss, {0, 1}, BatchWithModule, "repeats its last call .* no micro-batch to run, but an object .* is gone"),
     ],
     ids=["after its forward", "the first", "after a batch that is gone"],
 )
-def test_a_micro_batch_that_cannot_be_dropped(ranks, loss, good, words):
-    for text in ranks(2).run(dropping_too_late, loss, good, limit=15):
+def test_a_micro_batch_that_cannot_be_dropped(ranks, loss, good, kind, words):
+    for text in ranks(2).run(dropping_too_late, loss, good, kind, limit=15):
         assert re.search(words, text), text
 
 
@@ -305,3 +342,37 @@ def carried_after(special, at: int, make) -> None:
 @pytest.mark.parametrize("make", [small_model, fsdp2])
 def test_a_window_is_carried_after_another_was_discarded(ranks, turn, at, make):
     ranks(2).run(carried_after, turn, at, make, limit=15)
+
+
+def nobody_fills(make, items, behind: bool) -> tuple[int, int]:
+    """A window of four has had three calls at most as the data ends. A call behind the loop may close it."""
+    rank, home = dist.get_rank(), make()
+    optimizer = Recorder(home.parameters(), lr=0.05)
+    step = accumulating(steps=4, tail="carry", model=home, optimizer=optimizer)(lambda x: mean_loss(home, x))
+    for i in step.over(items[rank]):
+        if i is not None:
+            step(micro_batch(rank, i))
+    found = step.progress.updates, step.progress.index
+    if behind:
+        step(micro_batch(rank, 9))
+        window = [(r, i) for r in range(2) for i in [*iter(items[r]), 9] if i is not None]
+        assert_equal_updates(optimizer.seen, train(small_model(), [window], window_mean, lr=0.05)[0], 1e-10)
+    return found
+
+
+THREE = [0, 1, 2]
+SAYS_FOUR = Says(THREE, 4)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [SAYS_FOUR, SAYS_FOUR], [SAYS_FOUR, [0, 1]], [SAYS_FOUR, Says([0, 1], 4)], [THREE, THREE],
+        [THREE, [0, 1]], [[0, None, 1, 2]] * 2, [[0, 1, 2, None]] * 2,
+    ],
+)  # fmt: skip
+def test_a_window_that_nobody_has_filled_is_carried(ranks, items):
+    """Whatever lengths say, and though a rank may have repeated a call in it; behind the loop it closes exactly."""
+    assert ranks(2).run(nobody_fills, fsdp2, items, True, limit=15) == [(0, 3), (0, 3)]
+    came = ranks(2).run(nobody_fills, small_model, items, False, limit=15)
+    assert came == [(0, sum(i is not None for i in iter(items[r]))) for r in range(2)]

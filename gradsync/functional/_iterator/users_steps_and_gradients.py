@@ -26,20 +26,20 @@ def mark(parameters: Iterable[nn.Parameter]) -> None:
             setattr(parameter.grad, _LEFT, parameter.grad._version)
 
 
-def insist_on_none_left(team: Team) -> list[torch.Tensor]:
-    """Raise where a window begins with gradients of an update, or of a loop that was left.
+def insist_on_none_left(team: Team, *, is_first: bool) -> list[torch.Tensor]:
+    """Raise where a window begins with gradients of an update or of a loop that was left; the first one, with any.
 
     Returns, for each gradient, whether any of its values is not zero.
     """
     gradients = [parameter.grad for parameter in team.parameters if parameter.grad is not None]
     there = [values_here(gradient).any() for gradient in gradients]
     marked = [vars(gradient).get(_LEFT) == gradient._version for gradient in gradients]
-    left = [one for one, is_marked in zip(there, marked, strict=True) if is_marked]
+    left = [one for one, is_marked in zip(there, marked, strict=True) if is_marked or is_first]
     if any(left):  # their values count, because .data.zero_() makes no new version
         raise GradSyncError(
-            f"A window must begin without gradients, but {len(left)} parameters still have those of an update, or of a "
-            "loop over sync_every that was left in the middle of a window. Call optimizer.zero_grad() after each "
-            "optimizer.step(), and behind such a loop."
+            f"A window must begin without gradients, but {sum(map(bool, left))} parameters still have those of an "
+            "update, of a backward of your own, or of a loop over sync_every that was left in the middle of a window. "
+            "Call optimizer.zero_grad() after each optimizer.step(), and behind such a backward or loop."
         )
     return there
 
