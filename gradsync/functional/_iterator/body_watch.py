@@ -184,7 +184,7 @@ class BodyWatch:
         if self._plain is not None:
             self._stop_plain()
         if not place.index:
-            self._older = insist_on_none_left(run.fitting_team(), is_first=not place.window)
+            self._older = insist_on_none_left(run.fitting_team(), place.window)
             if self._gradients.appeared():
                 raise _mixed(place)
         elif (change := self._gradients.change()) is not None:

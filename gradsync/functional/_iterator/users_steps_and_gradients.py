@@ -26,15 +26,15 @@ def mark(parameters: Iterable[nn.Parameter]) -> None:
             setattr(parameter.grad, _LEFT, parameter.grad._version)
 
 
-def insist_on_none_left(team: Team, *, is_first: bool) -> list[torch.Tensor]:
-    """Raise where a window begins with gradients of an update or of a loop that was left; the first one, with any.
+def insist_on_none_left(team: Team, window: int) -> list[torch.Tensor]:
+    """Raise where a window begins with gradients of an update or of a loop that was left; window 0, with any.
 
     Returns, for each gradient, whether any of its values is not zero.
     """
     gradients = [parameter.grad for parameter in team.parameters if parameter.grad is not None]
     there = [values_here(gradient).any() for gradient in gradients]
     marked = [vars(gradient).get(_LEFT) == gradient._version for gradient in gradients]
-    left = [one for one, is_marked in zip(there, marked, strict=True) if is_marked or is_first]
+    left = [one for one, is_marked in zip(there, marked, strict=True) if is_marked or window == 0]
     if any(left):  # their values count, because .data.zero_() makes no new version
         raise GradSyncError(
             f"A window must begin without gradients, but {sum(map(bool, left))} parameters still have those of an "
