@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from typing_extensions import ParamSpec
 
 from gradsync.decorator.accumulated import Accumulated, AccumulatedFunction
-from gradsync.decorator.participants import Naming, kind_of
+from gradsync.decorator.participants import Naming
 from gradsync.decorator.settings import Compress, Settings
 from gradsync.functional import NonFinite, Steps, Sync, Tail
 from gradsync.parts import Cut
@@ -94,7 +94,6 @@ def accumulating(
 
     def decorate(function: Callable[P, R]) -> Accumulated[P, R]:
         _check_function(function)
-        _check_defaults(function, settings)
         return AccumulatedFunction(function, settings)
 
     return decorate
@@ -119,22 +118,6 @@ def _check_function(function: object) -> None:
             f"accumulating decorates a step function{once}, but {what}. Write @accumulating(steps=4) on the line above "
             "the def of a plain function that returns the loss of one micro-batch."
         )
-
-
-def _check_defaults(function: object, settings: Settings) -> None:
-    """Raise for a participant that is the default of a parameter: the arguments of a call do not have it."""
-    inner: Any = inspect.unwrap(getattr(function, "__func__", function))  # type: ignore[arg-type]
-    defaults = *(getattr(inner, "__defaults__", None) or ()), *(getattr(inner, "__kwdefaults__", None) or {}).values()
-    for one in defaults:
-        kind = kind_of(one)
-        if kind is None or getattr(settings, kind) is not None:
-            continue
-        if kind != "model" or any(parameter.requires_grad for parameter in one.parameters()):
-            raise TypeError(
-                f"What takes part is among the arguments of each call, or named by keyword, but the {kind} "
-                f"({type(one).__name__}) of {inner.__qualname__} is the default of a parameter, where it would be "
-                f"passed over. Pass it in the call, or name it: accumulating(..., {kind}=...)."
-            )
 
 
 def _refuse_bare(steps: Steps) -> None:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradsync._errors import GradSyncError
-from gradsync.decorator.participants import attributes_of, reference
+from gradsync.decorator.participants import Call, attributes_of, has_step, reference
 from gradsync.functional import GradientWatch, LossSum, Run, Team, find_loss
 from gradsync.ranks.meet import meet, ranks_where
 
-Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""The user's function, and the arguments of one call. A plain tuple, because a class costs time in each call."""
-
 _DATA = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.device, torch.dtype)
+_LEAVES = (*_DATA, type, Enum, weakref.ref)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _LARGE = 1000  # what holds more objects is not looked through
 
@@ -172,16 +171,17 @@ class _Remembered(weakref.ref[Any]):
 
 def _is_data(one: Any) -> bool:
     """Whether an object holds data, and no module, optimizer or function, which it would keep alive."""
-    todo = [one]
+    todo, seen = [one], set()
     for inner in todo:
-        if isinstance(inner, _DATA):
+        if isinstance(inner, _LEAVES) or id(inner) in seen:
             continue
-        if callable(inner) or callable(getattr(inner, "step", None)) or isinstance(inner, Iterator):
+        seen.add(id(inner))
+        if callable(inner) or has_step(inner) or isinstance(inner, BaseException) or len(seen) > _LARGE:
             return False
-        todo += inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, _CONTAINERS) else ()
-        todo += attributes_of(inner)
-        if len(todo) > _LARGE:
-            return False
+        items = dict.values(inner) if isinstance(inner, dict) else inner if isinstance(inner, _CONTAINERS) else ()
+        if type(inner).__module__ == "builtins" and not isinstance(inner, (dict, *_CONTAINERS)):
+            return False  # a generator, a view of a dict: what it holds cannot be seen
+        todo += (*items, *attributes_of(inner))
     return True
 
 

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
 from gradsync._step_hook import watch_steps
-from gradsync.decorator.body import Call, Replay, SkippableBody
+from gradsync.decorator.body import Replay, SkippableBody
 from gradsync.decorator.late_updater import LateUpdater
-from gradsync.decorator.participants import Participants, reference
+from gradsync.decorator.participants import Call, Participants, reference
 from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
 from gradsync.decorator.updater import Updater

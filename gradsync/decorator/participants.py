@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import weakref
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync._errors import GradSyncError
 from gradsync.engines import is_engine
-from gradsync.functional import bare_optimizer, is_scaling, owned
+from gradsync.functional import bare_optimizer, is_scaling
+
+Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""The user's function, and the arguments of one call. A plain tuple, because a class costs time in each call."""
 
 Naming: TypeAlias = Any | Callable[..., Any] | None
 """An object, a tuple of objects, or a function of the call's arguments; None to search the arguments by type."""
@@ -36,10 +40,9 @@ class Participants(NamedTuple):
     scaler: torch.amp.GradScaler | None
 
     def in_words(self) -> dict[str, Any]:
-        """What all ranks must have alike, those too whose data has ended and who make the update."""
-        steps = [f"{type(bare_optimizer(one)).__name__} of {len(owned([one]))} parameters" for one in self.optimizers]
+        """What all ranks must have alike, those too whose data has ended and who make the update: names of classes."""
         return {
-            "optimizers": steps,
+            "optimizers": [type(bare_optimizer(one)).__name__ for one in self.optimizers],
             "schedulers": [type(one).__name__ for one in self.schedulers],
             "GradScaler": "one" if is_scaling(self.scaler) else "none",
         }
@@ -97,6 +100,23 @@ class Finder:
                     f"{name} takes part with what is an argument of its own or named by keyword, but {_a(what)} "
                     f"came {where}, where {harm}. Name it: accumulating(..., {kind}=lambda *args: ...), or leave the "
                     f"keyword {kind} out, and pass each as an argument of its own. With {kind}=() none takes part."
+                )
+
+    def refuse_defaults(self, call: Call, name: str) -> None:
+        """Raise for an optimizer, scheduler or scaler that is the default of a parameter which this call leaves out."""
+        function, args, kwargs = call
+        try:
+            signature = inspect.signature(function, follow_wrapped=False)
+            came = signature.bind(*args, **kwargs).arguments
+        except (TypeError, ValueError):
+            return  # the call itself raises, or it is a function of C
+        for parameter in signature.parameters.values():
+            kind = kind_of(parameter.default) if parameter.name not in came else None
+            if kind not in {None, "model"} and getattr(self, str(kind)) is None:
+                raise GradSyncError(
+                    f"{name} takes part with what is an argument of its own or named by keyword, but {_a(str(kind))} "
+                    f"({type(parameter.default).__name__}) is the default of {parameter.name!r}, where it would be "
+                    f"passed over. Pass it in the call, or name it: accumulating(..., {kind}=...)."
                 )
 
     def known(self) -> bool:
@@ -223,7 +243,7 @@ def inside(container: object, seen: set[int] | None = None) -> Iterator[object]:
         return
     seen.add(id(container))
     for item in items:
-        if _items(item) is None or _has_step(item):
+        if _items(item) is None or has_step(item):
             yield item
         else:
             yield from inside(item, seen)
@@ -244,14 +264,15 @@ def _items(container: object) -> list[Any] | None:
 
 def _moves(one: object) -> bool:
     """Whether it has a step and an optimizer (schedulers of timm, Accelerate), and no model (a trainer)."""
-    if isinstance(one, type) or not _has_step(one):
+    if isinstance(one, type) or not has_step(one):
         return False
     held = _held_by(one)
     moves = any(isinstance(value, Optimizer | LRScheduler) for value in held)
     return moves and not any(isinstance(value, nn.Module) for value in held)
 
 
-def _has_step(one: object) -> bool:
+def has_step(one: object) -> bool:
+    """Whether it can be stepped; no code of the user's runs."""
     return callable(getattr(one, "__dict__", {}).get("step", getattr(type(one), "step", None)))
 
 

@@ -13,10 +13,9 @@ from typing import Any
 from torch import nn
 
 from gradsync._errors import GradSyncError
-from gradsync.decorator.body import Call
 from gradsync.decorator.call_runner import CallRunner
 from gradsync.decorator.checkpoint import VERSION, check, load, progress_in, save, windows_in, without_window
-from gradsync.decorator.participants import participants_of
+from gradsync.decorator.participants import Call, participants_of
 from gradsync.decorator.progress import Progress
 from gradsync.decorator.settings import Settings
 from gradsync.engines import find
@@ -71,6 +70,7 @@ class WindowsOfFunction:
         _, args, kwargs = call
         found = settings.find(instance, args, kwargs)
         if runner is None or not runner.has(found):
+            settings.refuse_defaults(call, self.name)
             runner = self._find(instance, found, [*args, *kwargs.values()])
         if runner.run.window is None:
             settings.refuse_hidden(found, args, kwargs, self.name)

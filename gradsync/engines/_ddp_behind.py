@@ -43,6 +43,8 @@ class Rest(NamedTuple):
 class BehindEngine(DDPEngine):
     """The DDP behind parameters that are in no engine of the user's."""
 
+    arms_replays = False  # the reducer would write to a sparse gradient of the replay
+
     def __init__(self, rest: Rest, group: dist.ProcessGroup | None) -> None:
         self._roots = [weakref.ref(root) for root in rest.roots]
         super().__init__(_make(rest, group), nn.ModuleList(rest.roots))

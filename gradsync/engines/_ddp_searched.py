@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 class SearchedEngine(DDPEngine):
     """One `DistributedDataParallel` with `find_unused_parameters=True`."""
 
+    arms_replays = False  # the reducer would note what the replay reaches as used
+
     def __init__(self, ddp: DistributedDataParallel, module: nn.Module | None = None) -> None:
         check_torch("find_unused", C=torch._C)
         super().__init__(ddp, module)
@@ -39,12 +41,11 @@ class SearchedEngine(DDPEngine):
         """Whether `ddp` can have this engine."""
         return ddp.find_unused_parameters and not ddp.static_graph and not ddp._use_python_reducer
 
-    def _complete(self, missing: Sequence[nn.Parameter]) -> None:
-        super()._complete(missing)
-        for parameter in self._reduced:
-            # The reducer takes no undefined gradient for a sparse one: without an element, no rank has used it.
-            if id(parameter) in self._sparse and parameter.grad is not None and not parameter.grad._nnz():
-                parameter.grad = None
+    @property
+    def _watched(self) -> Sequence[nn.Parameter]:
+        # The search finds it, so that no reduction is complete without it. Unless it has to, it finds no sparse one: if
+        # that goes unused, its gradient could not stay None.
+        return [next((p for p in self._reduced if id(p) not in self._sparse), self._reduced[0])]
 
     @property
     def _fills_unused(self) -> bool:
@@ -61,7 +62,7 @@ class SearchedEngine(DDPEngine):
             self._reducer.prepare_for_backward([self._touch(self._reduced)])
             return
         watched = self._watched[0]
-        due = [p for p in self._reduced if p.grad is not None or p is watched or id(p) in self._sparse]
+        due = [parameter for parameter in self._reduced if parameter.grad is not None or parameter is watched]
         joint = joined(due)
         self._reducer.prepare_for_backward([loss, joint])
         if loss.grad_fn is not None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from gradsync.ranks.tables import Tables
 
 
+_REPLAYED = "_gradsync_replayed"  # of a gradient that a replay has made: its version then
+
+
 class Carrier(NamedTuple):
     """The DDP of an engine, whose communication hook sees each bucket of gradients."""
 
@@ -55,6 +58,9 @@ class Engine:
     joins = False
     #: Whether the backward that runs weighs nothing: it uses no parameter. Set from outside.
     replays = False
+    #: Whether it synchronises in the backward of a replay; else after it. If its forward communicates, it does.
+    arms_replays = True
+    _replayed: Sequence[torch.Tensor] = ()  # parameters that had no gradient before a replay
     #: Whether the engine's module is inside torch.compile.
     is_compiled = False
     #: Modules of the same class, below the engine's own, that it takes care of too.
@@ -180,6 +186,19 @@ class Engine:
         It is raised after the collectives. None: nothing.
         """
         return None
+
+    def note_replayed(self, parameter: torch.Tensor) -> None:
+        """A replay has given zeros to a parameter that had no gradient. They stay until the window synchronises."""
+        if parameter.grad is not None:
+            setattr(parameter.grad, _REPLAYED, parameter.grad._version)
+            self._replayed = (*self._replayed, parameter)
+
+    def drop_replayed(self) -> None:
+        """Drop the gradients of parameters that only replays have used in the window, which is about to synchronise."""
+        replayed, self._replayed = self._replayed, ()
+        for parameter in replayed:
+            if parameter.grad is not None and vars(parameter.grad).get(_REPLAYED) == parameter.grad._version:
+                parameter.grad = None
 
     def discard(self) -> None:
         """Discard what is accumulated."""

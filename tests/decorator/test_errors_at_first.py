@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -107,18 +109,22 @@ def test_what_cannot_be_decorated():
         assert text in str(error.value)
 
 
-def test_a_default_does_not_take_part():
+@pytest.mark.parametrize("kind", ["scheduler", "optimizer", "scaler"])
+def test_a_default_does_not_take_part(kind):
+    """It is an error where a call leaves it out: as a default, or bound by `partial`."""
     _, model, optimizer = made()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for kind, one in {"scheduler": scheduler, "optimizer": optimizer, "model": model}.items():
+    one = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "optimizer": made()[2],
+           "scaler": torch.amp.GradScaler("cpu")}[kind]  # fmt: skip
 
-        def step(model, optimizer, x, *, other=one):
-            return mean_loss(model, x)
+    def step(model, optimizer, x, other=one, *, loss=torch.nn.MSELoss(), teacher=small_model()):
+        return mean_loss(model, x)
 
-        with pytest.raises(TypeError, match=f"the {kind} .* of .*step is the default of a parameter, .* passed over"):
-            accumulating(steps=2)(step)
-        accumulating(steps=2, **{kind: one})(step)
-    accumulating(steps=2)(lambda model, optimizer, x, loss=torch.nn.MSELoss(), scale=1.0: loss(model(x), x))
+    for function in (step, functools.partial(lambda model, optimizer, x, other: mean_loss(model, x), other=one)):
+        decorated = accumulating(steps=2)(function)
+        with pytest.raises(GradSyncError, match=rf"{kind} \(.*\) is the default of 'other', where it would be passed over"):
+            decorated(model, optimizer, X)
+    accumulating(steps=1)(step)(model, optimizer, X, None)
+    accumulating(steps=1, **{kind: optimizer if kind == "optimizer" else one})(step)(model, optimizer, X)
 
 
 def test_no_model_and_no_optimizer():

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 import gradsync
 from gradsync.engines import Engine, register
-from tests.support.compare import assert_equal_states
+from tests.support.compare import assert_equal_state, assert_equal_states
 from tests.support.homes import Home
-from tests.support.models import net
+from tests.support.loops import over, sync_every
+from tests.support.models import net, small_model
+from tests.support.reference import cut, mean_loss, micro_batch, states, window_mean
 from tests.support.training import Run, reference
+
+LENGTHS = (5, 2)
 
 
 class Ring(nn.Module):
@@ -48,13 +55,17 @@ class RingEngine(Engine):
         self._ring.waits = found
 
     def arm(self, loss) -> None:
-        self._ring.waits = False
+        """Ranks may reach different parameters, in another order: they synchronise after the backward."""
 
-    def reduce(self, table=()):
+    def finish(self) -> None:
+        self.reduce()
+
+    def reduce(self) -> None:
         for parameter in self.parameters:
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= self.group.size()
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.group.size()
 
 
 def a_users_engine() -> None:
@@ -74,3 +85,17 @@ def a_users_engine() -> None:
 def test_a_users_engine_is_twenty_lines(ranks):
     """Unknown ones are refused by name, and say how to register."""
     ranks(2).run(a_users_engine)
+
+
+def on_uneven_ranks(loop: Callable) -> dict:
+    rank, model = dist.get_rank(), small_model()
+    home, optimizer = Ring(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    register(Ring, RingEngine)
+    loop(2, home, optimizer, lambda i: mean_loss(home, micro_batch(rank, i)), range(LENGTHS[rank]))
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("loop", [over, sync_every])
+def test_a_users_engine_on_ranks_that_differ(ranks, loop):
+    for came in ranks(2).run(on_uneven_ranks, loop):
+        assert_equal_state(came, states(small_model(), cut(LENGTHS, 2), window_mean)[-1], 1e-12)

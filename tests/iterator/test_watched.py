@@ -187,6 +187,30 @@ def test_a_loop_that_begins_with_gradients(ranks, engine, size):
     refused(verdicts(ranks(size), begun_with_gradients, engine), "must begin without gradients", "a backward of your own")
 
 
+def two_tasks(engine: str):
+    """Two loops of full windows, one after another, and then one step on both means."""
+    rank, home = dist.get_rank(), on_engine(small_model(unused=False), engine)
+    optimizer = FullRecorder(home.parameters())
+    windows = [[(r, i + 10 * task) for r in range(2) for i in range(STEPS)] for task in range(2)]
+
+    def run() -> None:
+        for task in range(2):
+            for step, i in sync_every(home, STEPS, range(10 * task, 10 * task + STEPS)):
+                step.backward(mean_loss(home, micro_batch(rank, i)))
+        optimizer.step()
+        twin = small_model(unused=False)
+        for window in windows:
+            window_mean(twin, window).backward()
+        compare(optimizer.seen, [[parameter.grad for parameter in twin.parameters()]])
+
+    return verdict(run)
+
+
+@pytest.mark.parametrize("engine", ["bare", "ddp", "fsdp2"])
+def test_a_loop_adds_to_what_another_has_ended_with(ranks, engine):
+    exact(verdicts(ranks(2), two_tasks, engine))
+
+
 def step_early(loop: Loop) -> None:
     loop.optimizer.step()
     loop.optimizer.zero_grad()

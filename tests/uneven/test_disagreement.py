@@ -54,10 +54,6 @@ def three_later(window: int) -> int:
     return 3 if window == 1 else 2
 
 
-def first_layer(parameters) -> list[nn.Parameter]:
-    return list(parameters)[:2]
-
-
 def with_buffer(size: int) -> nn.Module:
     model = small_model()
     model.register_buffer("seen", torch.zeros(size))
@@ -73,7 +69,7 @@ def disagreement(options: tuple[dict, dict], over: bool = False, wrap=bare) -> s
     rank = dist.get_rank()
     mine = {"module": small_model(), "loss": mean_loss, "steps": 2} | options[rank]
     model, loss = wrap(mine.pop("module")), mine.pop("loss")
-    optimizer = Recorder(mine.pop("stepped", list)(model.parameters()))
+    optimizer = Recorder(model.parameters())
     step = accumulating(**mine)(lambda model, optimizer, x: loss(model, x))
     items = [micro_batch(rank, i) for i in range(6)]
     try:
@@ -99,10 +95,6 @@ CASES = {
     "buffers": (
         {"module": with_buffer(3)}, {"module": with_buffer(4)},
         ["same buffers", "rank 0 has 1 of 3", "rank 1 has 1 of 4"],
-    ),
-    "what is stepped": (
-        {"stepped": list}, {"stepped": first_layer},
-        ["same optimizers", "rank 0 has ['Recorder of 4 parameters']", "rank 1 has ['Recorder of 2 parameters']"],
     ),
     "a function": (
         {"steps": 2}, {"steps": two}, ["same kind of steps", "rank 0 has a number", "rank 1 has a function"],

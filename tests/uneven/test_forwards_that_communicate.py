@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import namedtuple
+from dataclasses import dataclass
+from enum import Enum
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from gradsync import LossSum, accumulating
+from gradsync.decorator.body import Replay
 from tests.support.compare import assert_equal_updates
 from tests.support.items import Says
 from tests.support.models import small_model
@@ -188,6 +192,47 @@ def dropping_objects(epochs: int) -> None:
 def test_a_dropped_micro_batch_after_an_object(ranks, epochs):
     """In plain calls, and in a second loop over data."""
     ranks(2).run(dropping_objects, epochs, limit=15)
+
+
+class Mode(Enum):
+    TRAIN = 1
+
+
+class Attributes(dict):
+    """Its items are its attributes; one that it lacks is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+@dataclass
+class Record:
+    x: object
+
+
+X = torch.ones(2)
+KEPT = [Record(X), Record(Mode.TRAIN), Record(torch.float64), Record(list(range(3000))), Record(int), Attributes(x=X)]
+LET_GO = [Record(nn.Linear(1, 1)), Record({"a": [nn.Linear(1, 1)]}), Record(lambda: 0), Record(i for i in "ab"),
+          Record({1: nn.Linear(1, 1)}.values()), Record(torch.optim.SGD([X], lr=1.0))]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", range(len(KEPT)))
+def test_a_replay_keeps_data(batch):
+    replay = Replay(print, (copy.copy(KEPT[batch]),), {})
+    assert not replay.is_alive
+    again = copy.copy(KEPT[batch])
+    replay = Replay(print, (again,), {})
+    replay.keep_data()
+    del again
+    assert replay.is_alive
+
+
+@pytest.mark.parametrize("batch", range(len(LET_GO)))
+def test_a_replay_keeps_nothing_but_data(batch):
+    one = copy.copy(LET_GO[batch])
+    replay = Replay(print, (one,), {})
+    replay.keep_data()
+    del one
+    assert not replay.is_alive
 
 
 def fails_after_its_forward(home, x):
@@ -376,3 +421,26 @@ def test_a_window_that_nobody_has_filled_is_carried(ranks, items):
     assert ranks(2).run(nobody_fills, fsdp2, items, True, limit=15) == [(0, 3), (0, 3)]
     came = ranks(2).run(nobody_fills, small_model, items, False, limit=15)
     assert came == [(0, sum(i is not None for i in iter(items[r]))) for r in range(2)]
+
+
+def bare(model: nn.Module) -> nn.Module:
+    return model
+
+
+def calls_behind_the_loop(wrap, lengths: tuple[int, int]) -> None:
+    """One rank's window is open behind the loop, and the other's is not; plain calls then fill both."""
+    rank, model = dist.get_rank(), small_model()
+    home = wrap(model)
+    optimizer = Recorder(home.parameters(), lr=0.05)
+    step = accumulating(steps=2, tail="carry", model=home, optimizer=optimizer)(lambda x: mean_loss(home, x))
+    for i in step.over(range(lengths[rank])):
+        step(micro_batch(rank, i))
+    for i in range(lengths[rank], 4):
+        step(micro_batch(rank, i))
+    assert_equal_updates(optimizer.seen, train(small_model(), cut((4, 4), 2), window_mean, lr=0.05)[0], 1e-10)
+
+
+@pytest.mark.parametrize("lengths", [(3, 2), (1, 0), (1, 1)])
+@pytest.mark.parametrize("wrap", [bare, DDP])
+def test_windows_that_are_open_on_some_ranks_behind_a_loop(ranks, wrap, lengths):
+    ranks(2).run(calls_behind_the_loop, wrap, lengths, limit=15)

@@ -64,13 +64,18 @@ def trained(wrap: Callable, loop: Callable, sparse: bool) -> tuple[list[bool], d
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     optimizer.register_step_pre_hook(lambda *_: seen.append(model.extra.weight.grad is not None))
     loop(1, home, optimizer, lambda i: home(rank, micro_batch(rank, i)), range(LENGTHS[rank]))
+    assert not model.extra.weight._post_accumulate_grad_hooks
     whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
     return seen, {name: p.detach().clone() for name, p in whole.items()}
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+# A DDP that looks for unused parameters needs a gradient of a sparse one on each rank, as torch does.
 @pytest.mark.parametrize("loop", [over, sync_every, plain])
-@pytest.mark.parametrize("wrap", [bare, ddp, sharded_in_part, ddp_around_shards])
+@pytest.mark.parametrize(
+    ("wrap", "sparse"),
+    [(bare, False), (bare, True), (ddp, False), (sharded_in_part, False), (sharded_in_part, True),
+     (ddp_around_shards, False)],
+)  # fmt: skip
 def test_a_parameter_that_only_a_replay_has_used(ranks, wrap, loop, sparse):
     def loss_of_window(model, window):
         losses = torch.stack([model(rank, micro_batch(rank, i)) for rank, i in window])
@@ -80,3 +85,20 @@ def test_a_parameter_that_only_a_replay_has_used(ranks, wrap, loop, sparse):
     for seen, came in ranks(2).run(trained, wrap, loop, sparse):
         assert seen == [True, False, False]
         assert_equal_state(came, right, 1e-12)
+
+
+def read_after_each_backward() -> list[bool]:
+    """A body may look at the gradients that it has: those of a replay are zeros, until the window synchronises."""
+    rank, model = dist.get_rank(), sharded_in_part(Extra(sparse=False))
+    zeros = []
+    for step, i in gradsync.sync_every(model, 3, range(6 if rank == 1 else 3)):
+        step.backward(model(rank, micro_batch(rank, i)))
+        if not step.last:
+            zeros.append(not model.last.weight.grad.any())
+        else:
+            model.zero_grad()
+    return zeros
+
+
+def test_a_body_that_reads_the_gradients_of_a_replay(ranks):
+    assert ranks(2).run(read_after_each_backward) == [[False, False, True, True], [False] * 4]

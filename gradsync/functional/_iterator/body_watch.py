@@ -24,6 +24,7 @@ from gradsync.functional._iterator.users_steps_and_gradients import (
     insist_on_none_inside,
     insist_on_none_left,
     mark,
+    mark_kept,
 )
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.contexts import NO_RANGE
@@ -77,6 +78,8 @@ class BodyWatch:
             self._arrivals.stop()
         self._arrivals, self._gradients = None, GradientWatch()
         self._place, self._over, self._hold = None, None, NO_RANGE
+        if self._run.team is not None:
+            mark_kept(self._run.team.parameters)
         self._run.team = None
 
     def leave(self, error: BaseException, frame: FrameType | None) -> None:

@@ -17,24 +17,35 @@ from gradsync.functional._window.place import Place
 from gradsync.functional._window.run import Run
 
 _LEFT = "_gradsync_left"  # of a gradient that a window left behind, or an update used: its version then
+_KEPT = "_gradsync_kept"  # of one that a loop has ended with, for a model that is not stepped after each window
 
 
 def mark(parameters: Iterable[nn.Parameter]) -> None:
     """Note that these gradients are to be cleared before the next window."""
+    _note(parameters, _LEFT)
+
+
+def mark_kept(parameters: Iterable[nn.Parameter]) -> None:
+    """Note that a loop has ended with these gradients: another one may add to them, if they are not to be cleared."""
+    _note(parameters, _KEPT)
+
+
+def _note(parameters: Iterable[nn.Parameter], what: str) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
-            setattr(parameter.grad, _LEFT, parameter.grad._version)
+            setattr(parameter.grad, what, parameter.grad._version)
 
 
 def insist_on_none_left(team: Team, window: int) -> list[torch.Tensor]:
-    """Raise where a window begins with gradients of an update or of a loop that was left; window 0, with any.
+    """Raise where a window begins with gradients of an update or of a loop that was left; window 0, with any of others.
 
     Returns, for each gradient, whether any of its values is not zero.
     """
     gradients = [parameter.grad for parameter in team.parameters if parameter.grad is not None]
     there = [values_here(gradient).any() for gradient in gradients]
-    marked = [vars(gradient).get(_LEFT) == gradient._version for gradient in gradients]
-    left = [one for one, is_marked in zip(there, marked, strict=True) if is_marked or window == 0]
+    is_left = [vars(gradient).get(_LEFT) == gradient._version for gradient in gradients]
+    is_kept = [window > 0 or vars(gradient).get(_KEPT) == gradient._version for gradient in gradients]
+    left = [one for one, to_clear, kept in zip(there, is_left, is_kept, strict=True) if to_clear or not kept]
     if any(left):  # their values count, because .data.zero_() makes no new version
         raise GradSyncError(
             f"A window must begin without gradients, but {sum(map(bool, left))} parameters still have those of an "

@@ -47,11 +47,9 @@ class Order(NamedTuple):
         return HELD if self is HELD else Order(after=self.again or (*self.armed, *self.after), asked=self.asked)
 
     def of_replay(self) -> Order:
-        """The same where this rank's backward is a replay: only engines that need one synchronise in it."""
-        armed = [engine for engine in self.armed if engine.forward_communicates]
-        return self._replace(
-            armed=armed, after=[engine for engine in (*self.armed, *self.after) if engine not in armed]
-        )
+        """The same where this rank's backward is a replay."""
+        late = [engine for engine in self.armed if not engine.arms_replays]
+        return self._replace(armed=[one for one in self.armed if one not in late], after=[*late, *self.after])
 
     def arm(self, loss: torch.Tensor | None) -> None:
         """Before the backward of a loss: get ready to synchronise in it. None: it is the user's own, and runs."""
@@ -61,6 +59,8 @@ class Order(NamedTuple):
     def complete(self) -> None:
         """After the backward: synchronise what it has not. Without one, synchronise all."""
         wrong = _misuses(self.asked)
+        for engine in (*self.armed, *self.after, *self.again):
+            engine.drop_replayed()
         for engine in self.armed:
             engine.finish()
         for engine in self.after:

@@ -108,14 +108,14 @@ class Bystanders:
 def weightless(engines: Sequence[Engine], leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     """A context in which gradients are replaced by zeros, which `loss * 0` would not do for an inf or a NaN.
 
-    Where there was no gradient, none stays: what only a replay has used counts as unused. An engine that holds
-    gradients inside sees to that itself.
+    Where there was no gradient, the engine takes note: what only a replay has used counts as unused. One that holds
+    gradients inside sees to that by itself.
     """
     handles = [leaf.register_hook(_zeros) for leaf in leaves if leaf.requires_grad]
     for engine in engines:
         engine.replays = True
         unused = () if engine.holds_inside else (p for p in engine.parameters if p.requires_grad and p.grad is None)
-        handles += [parameter.register_post_accumulate_grad_hook(_drop) for parameter in unused]
+        handles += [parameter.register_post_accumulate_grad_hook(engine.note_replayed) for parameter in unused]
     try:
         yield
     finally:
@@ -123,10 +123,6 @@ def weightless(engines: Sequence[Engine], leaves: Iterable[torch.Tensor]) -> Ite
             engine.replays = False
         for handle in handles:
             handle.remove()
-
-
-def _drop(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 def _zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -51,7 +51,8 @@ class Exchange:
         Raises if this rank ran another number of backwards than the window's size, on which the other ranks count.
         """
         self.agree(window)
-        if self.always_sends or window.kind == SUMS or window.began_in_loop:
+        # Without lockstep, each rank's window has only its own micro-batches, and is full.
+        if self.always_sends or window.kind == SUMS or (window.was_in_loop and window.team.lockstep):
             return window.team.tables.send(Share.of_window(window).row())
         if window.kind != PLAIN and window.num_micro_batches != window.size:
             raise GradSyncError(

@@ -96,6 +96,8 @@ class Run:
         self._exchange = exchange = self._alone if loop is None else loop.exchange(self)
         exchange.begin()
         window = self.window or self._opened()
+        if loop is not None:
+            window.was_in_loop = True
         last = exchange.is_last_call(window) or window.index + 1 >= window.size
         place = Place(window.number, window.index, window.size, last)
         if goes_on and window.team.holds_inside:
@@ -285,7 +287,7 @@ class Run:
     def _opened(self) -> Window:
         """A window that is opened for the place that begins."""
         window = self.open(self.fitting_team())
-        window.began_in_loop = self._exchange.has_an_end
+        window.was_in_loop = self._exchange.has_an_end
         self._exchange.plan(window)
         return window
 

@@ -29,7 +29,7 @@ class Window:
     number: int
     size: int
     keeps_losses: bool = True
-    began_in_loop: bool = False  # then ranks may have brought different numbers, also if it closes behind the loop
+    was_in_loop: bool = False  # ranks may have brought different numbers, also if it closes behind the loop
     active: Sequence[Engine] = field(init=False)  # the engines with anything to train
     sizes: Sent | None = None  # the sizes of all ranks' windows, if the ranks were asked
     heard: Sent | None = None  # the table of all ranks, if it was sent before the boundary
