@@ -102,7 +102,8 @@ def accumulating(
 def _check_function(function: object) -> None:
     inner = inspect.unwrap(getattr(function, "__func__", function))  # type: ignore[arg-type]
     name, what, once = getattr(inner, "__qualname__", repr(inner)), None, ""
-    runs = inner, getattr(type(inner), "__call__", None)  # noqa: B004 - the function, or the method of an object that is called
+    # What runs is the function, or the method of an object that is called.
+    runs = inner, getattr(type(inner), "__call__", None)  # noqa: B004
     if isinstance(function, Accumulated):
         what, once = f"{name} is decorated already", " once"
     elif not callable(inner) or isinstance(function, type):
