@@ -187,8 +187,12 @@ class Engine:
         """
         return None
 
+    def unused(self) -> Iterator[nn.Parameter]:
+        """The parameters that the window has not used so far, but in replays."""
+        return (p for p in self.parameters if p.requires_grad and (p.grad is None or _is_replayed(p.grad)))
+
     def note_replayed(self, parameter: torch.Tensor) -> None:
-        """A replay has given zeros to a parameter that had no gradient. They stay until the window synchronises."""
+        """A replay has given zeros to a parameter that was unused. They stay until the window synchronises."""
         if parameter.grad is not None:
             setattr(parameter.grad, _REPLAYED, parameter.grad._version)
             self._replayed = (*self._replayed, parameter)
@@ -197,13 +201,17 @@ class Engine:
         """Drop the gradients of parameters that only replays have used in the window, which is about to synchronise."""
         replayed, self._replayed = self._replayed, ()
         for parameter in replayed:
-            if parameter.grad is not None and vars(parameter.grad).get(_REPLAYED) == parameter.grad._version:
+            if parameter.grad is not None and _is_replayed(parameter.grad):
                 parameter.grad = None
 
     def discard(self) -> None:
         """Discard what is accumulated."""
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _is_replayed(gradient: torch.Tensor) -> bool:
+    return bool(vars(gradient).get(_REPLAYED) == gradient._version)
 
 
 def trained_alike(leaf: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -16,7 +16,8 @@ from tests.support.compare import assert_equal_state
 from tests.support.loops import over, sync_every
 from tests.support.reference import cut, micro_batch, states
 
-LENGTHS = (1, 3)  # rank 0 repeats its only item, which uses more than those of rank 1, where the loop needs that
+# Rank 0 repeats its last item, which uses more than those of rank 1, where the loop needs that: once in a window, or more.
+STEPS_OF = {(1, 3): 1, (2, 6): 2, (3, 9): 3}
 
 
 class Extra(nn.Module):
@@ -53,36 +54,40 @@ def ddp_around_shards(model: nn.Module) -> nn.Module:
 def plain(steps, home, optimizer, loss_of, data) -> None:
     for step, item in gradsync.sync_every(home, steps, data):
         (loss_of(item) / step.size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if step.last:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-def trained(wrap: Callable, loop: Callable, sparse: bool) -> tuple[list[bool], dict]:
+def trained(wrap: Callable, loop: Callable, sparse: bool, lengths: tuple[int, int]) -> tuple[list[bool], dict]:
     """At which steps the embedding had a gradient, and the parameters in the end."""
     rank, model = dist.get_rank(), Extra(sparse=sparse)
     home, seen = wrap(model), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     optimizer.register_step_pre_hook(lambda *_: seen.append(model.extra.weight.grad is not None))
-    loop(1, home, optimizer, lambda i: home(rank, micro_batch(rank, i)), range(LENGTHS[rank]))
+    loop(STEPS_OF[lengths], home, optimizer, lambda i: home(rank, micro_batch(rank, i)), range(lengths[rank]))
     assert not model.extra.weight._post_accumulate_grad_hooks
     whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
     return seen, {name: p.detach().clone() for name, p in whole.items()}
 
 
 # A DDP that looks for unused parameters needs a gradient of a sparse one on each rank, as torch does.
+@pytest.mark.parametrize("lengths", STEPS_OF)
 @pytest.mark.parametrize("loop", [over, sync_every, plain])
 @pytest.mark.parametrize(
     ("wrap", "sparse"),
     [(bare, False), (bare, True), (ddp, False), (sharded_in_part, False), (sharded_in_part, True),
      (ddp_around_shards, False)],
 )  # fmt: skip
-def test_a_parameter_that_only_a_replay_has_used(ranks, wrap, loop, sparse):
+def test_a_parameter_that_only_replays_have_used(ranks, wrap, loop, sparse, lengths):
+    steps = STEPS_OF[lengths]
+
     def loss_of_window(model, window):
         losses = torch.stack([model(rank, micro_batch(rank, i)) for rank, i in window])
-        return losses.sum() / 2 if loop is plain else losses.mean()  # a plain backward divides as by hand
+        return losses.sum() / (2 * steps) if loop is plain else losses.mean()  # a plain backward divides as by hand
 
-    right = states(Extra(sparse=False), cut(LENGTHS, 1), loss_of_window)[-1]
-    for seen, came in ranks(2).run(trained, wrap, loop, sparse):
+    right = states(Extra(sparse=False), cut(lengths, steps), loss_of_window)[-1]
+    for seen, came in ranks(2).run(trained, wrap, loop, sparse, lengths):
         assert seen == [True, False, False]
         assert_equal_state(came, right, 1e-12)
 

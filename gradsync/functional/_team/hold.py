@@ -108,13 +108,13 @@ class Bystanders:
 def weightless(engines: Sequence[Engine], leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     """A context in which gradients are replaced by zeros, which `loss * 0` would not do for an inf or a NaN.
 
-    Where there was no gradient, the engine takes note: what only a replay has used counts as unused. One that holds
+    Where there was no gradient, the engine takes note: what only replays have used counts as unused. One that holds
     gradients inside sees to that by itself.
     """
     handles = [leaf.register_hook(_zeros) for leaf in leaves if leaf.requires_grad]
     for engine in engines:
         engine.replays = True
-        unused = () if engine.holds_inside else (p for p in engine.parameters if p.requires_grad and p.grad is None)
+        unused = () if engine.holds_inside else engine.unused()
         handles += [parameter.register_post_accumulate_grad_hook(engine.note_replayed) for parameter in unused]
     try:
         yield
