@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import gradsync
 from tests.support.compare import assert_equal_state
-from tests.support.loops import over, sync_every
+from tests.support.loops import by_sync_gradients, calls, over, plain, sync_every
 from tests.support.models import small_model
 from tests.support.reference import cut, mean_loss, micro_batch, states, window_mean
 
@@ -28,30 +27,6 @@ def static(model) -> DistributedDataParallel:
 
 def find_unused(model) -> DistributedDataParallel:
     return DistributedDataParallel(model, find_unused_parameters=True)
-
-
-def calls(steps, home, optimizer, loss_of, data) -> None:
-    step = gradsync.accumulating(steps=steps, model=home, optimizer=optimizer)(loss_of)
-    for item in data:
-        step(item)
-
-
-def plain(steps, home, optimizer, loss_of, data) -> None:
-    for step, item in gradsync.sync_every(home, steps, data):
-        (loss_of(item) / step.size).backward()
-        if step.last:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def by_sync_gradients(steps, home, optimizer, loss_of, data) -> None:
-    for start in range(0, len(data), steps):
-        with gradsync.no_sync(home):
-            for item in data[start : start + steps]:
-                (loss_of(item) / steps).backward()
-        gradsync.sync_gradients(home)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def trained(wrap: Callable, loop: Callable, own_backwards: int) -> dict:

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-import gradsync
 from tests.support.compare import assert_equal_state
 from tests.support.homes import mesh
-from tests.support.loops import over, sync_every
+from tests.support.loops import by_sync_gradients, calls, over, plain, sync_every
 from tests.support.reference import cut, micro_batch, states
 
 STEPS, LR, DECAY = 2, 0.1, 0.1
@@ -73,31 +72,6 @@ def ddp_that_finds_unused(model: nn.Module) -> nn.Module:
 
 def fsdp1(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-
-
-def calls(steps, home, optimizer, loss_of, data, **options) -> None:
-    step = gradsync.accumulating(steps=steps, model=home, optimizer=optimizer, **options)(loss_of)
-    for item in data:
-        step(item)
-    step.flush()
-
-
-def plain(steps, home, optimizer, loss_of, data) -> None:
-    for step, item in gradsync.sync_every(home, steps, data):
-        (loss_of(item) / step.size).backward()
-        if step.last:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def by_sync_gradients(steps, home, optimizer, loss_of, data) -> None:
-    for start in range(0, len(data), steps):
-        with gradsync.no_sync(home):
-            for item in data[start : start + steps]:
-                (loss_of(item) / steps).backward()
-        gradsync.sync_gradients(home)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def trained(wrap: Callable, loop: Callable, head: Callable, lengths: tuple[int, ...]) -> dict:

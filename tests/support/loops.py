@@ -1,4 +1,4 @@
-"""The two fronts in one shape: a loop over a rank's data, with a loss of each item; each gives how many were replays."""
+"""The fronts in one shape: a loop over a rank's data, with a loss of each item; those that replay give how often."""
 
 from __future__ import annotations
 
@@ -42,3 +42,30 @@ def sync_every(steps, home, optimizer, loss_of, data) -> int:
             optimizer.step()
             optimizer.zero_grad()
     return replays
+
+
+def calls(steps, home, optimizer, loss_of, data, **options) -> None:
+    """A plain loop, with equally many items on all ranks."""
+    step = accumulating(steps=steps, model=home, optimizer=optimizer, **options)(loss_of)
+    for x in data:
+        step(x)
+    step.flush()
+
+
+def plain(steps, home, optimizer, loss_of, data) -> None:
+    """`sync_every` with the user's own backward, which divides as by hand."""
+    for micro, x in gradsync.sync_every(home, steps, data):
+        (loss_of(x) / micro.size).backward()
+        if micro.last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def by_sync_gradients(steps, home, optimizer, loss_of, data) -> None:
+    for start in range(0, len(data), steps):
+        with gradsync.no_sync(home):
+            for x in data[start : start + steps]:
+                (loss_of(x) / steps).backward()
+        gradsync.sync_gradients(home)
+        optimizer.step()
+        optimizer.zero_grad()

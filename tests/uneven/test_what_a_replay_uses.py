@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
 from tests.support.compare import assert_equal_state
-from tests.support.loops import over, sync_every
+from tests.support.loops import over, plain, sync_every
 from tests.support.reference import cut, micro_batch, states
 
 # Rank 0 repeats its last item, which uses more than those of rank 1, where the loop needs that: once in a window, or more.
@@ -49,14 +49,6 @@ def sharded_in_part(model: nn.Module) -> nn.Module:
 def ddp_around_shards(model: nn.Module) -> nn.Module:
     model._ddp_params_and_buffers_to_ignore = [f"first.{name}" for name, _ in model.first.named_parameters()]
     return ddp(sharded_in_part(model))
-
-
-def plain(steps, home, optimizer, loss_of, data) -> None:
-    for step, item in gradsync.sync_every(home, steps, data):
-        (loss_of(item) / step.size).backward()
-        if step.last:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def trained(wrap: Callable, loop: Callable, sparse: bool, lengths: tuple[int, int]) -> tuple[list[bool], dict]:
