@@ -103,19 +103,20 @@ class Finder:
                 )
 
     def refuse_defaults(self, call: Call, name: str) -> None:
-        """Raise for an optimizer, scheduler or scaler that is the default of a parameter which this call leaves out."""
+        """Raise for an optimizer, scheduler or scaler in the default of a parameter which this call leaves out."""
         function, args, kwargs = call
         try:
             signature = inspect.signature(function, follow_wrapped=False)
             came = signature.bind(*args, **kwargs).arguments
         except (TypeError, ValueError):
             return  # the call itself raises, or it is a function of C
-        for parameter in signature.parameters.values():
-            kind = kind_of(parameter.default) if parameter.name not in came else None
+        left = [(one.name, one.default) for one in signature.parameters.values() if one.name not in came]
+        for parameter, one in ((name, one) for name, default in left for one in (default, *inside(default))):
+            kind = kind_of(one)
             if kind not in {None, "model"} and getattr(self, str(kind)) is None:
                 raise GradSyncError(
                     f"{name} takes part with what is an argument of its own or named by keyword, but {_a(str(kind))} "
-                    f"({type(parameter.default).__name__}) is the default of {parameter.name!r}, where it would be "
+                    f"({type(one).__name__}) comes with the default of {parameter!r}, where it would be "
                     f"passed over. Pass it in the call, or name it: accumulating(..., {kind}=...)."
                 )
 

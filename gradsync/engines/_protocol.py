@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gradsync._marks import REPLAYED, is_marked, mark
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -15,9 +17,6 @@ if TYPE_CHECKING:
 
     from gradsync._errors import GradSyncError
     from gradsync.ranks.tables import Tables
-
-
-_REPLAYED = "_gradsync_replayed"  # of a gradient that a replay has made: its version then
 
 
 class Carrier(NamedTuple):
@@ -189,29 +188,25 @@ class Engine:
 
     def unused(self) -> Iterator[nn.Parameter]:
         """The parameters that the window has not used so far, but in replays."""
-        return (p for p in self.parameters if p.requires_grad and (p.grad is None or _is_replayed(p.grad)))
+        return (p for p in self.parameters if p.requires_grad and (p.grad is None or is_marked(p.grad, REPLAYED)))
 
     def note_replayed(self, parameter: torch.Tensor) -> None:
         """A replay has given zeros to a parameter that was unused. They stay until the window synchronises."""
         if parameter.grad is not None:
-            setattr(parameter.grad, _REPLAYED, parameter.grad._version)
+            mark(parameter.grad, REPLAYED)
             self._replayed = (*self._replayed, parameter)
 
     def drop_replayed(self) -> None:
         """Drop the gradients of parameters that only replays have used in the window, which is about to synchronise."""
         replayed, self._replayed = self._replayed, ()
         for parameter in replayed:
-            if parameter.grad is not None and _is_replayed(parameter.grad):
+            if parameter.grad is not None and is_marked(parameter.grad, REPLAYED):
                 parameter.grad = None
 
     def discard(self) -> None:
         """Discard what is accumulated."""
         for parameter in self.parameters:
             parameter.grad = None
-
-
-def _is_replayed(gradient: torch.Tensor) -> bool:
-    return bool(vars(gradient).get(_REPLAYED) == gradient._version)
 
 
 def trained_alike(leaf: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:

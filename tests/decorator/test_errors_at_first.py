@@ -111,7 +111,7 @@ def test_what_cannot_be_decorated():
 
 @pytest.mark.parametrize("kind", ["scheduler", "optimizer", "scaler"])
 def test_a_default_does_not_take_part(kind):
-    """It is an error where a call leaves it out: as a default, or bound by `partial`."""
+    """It is an error where a call leaves it out: as a default, in a list of them, or bound by `partial`."""
     _, model, optimizer = made()
     one = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "optimizer": made()[2],
            "scaler": torch.amp.GradScaler("cpu")}[kind]  # fmt: skip
@@ -119,9 +119,12 @@ def test_a_default_does_not_take_part(kind):
     def step(model, optimizer, x, other=one, *, loss=torch.nn.MSELoss(), teacher=small_model()):
         return mean_loss(model, x)
 
-    for function in (step, functools.partial(lambda model, optimizer, x, other: mean_loss(model, x), other=one)):
+    def listed(model, optimizer, x, other=[one]):
+        return mean_loss(model, x)
+
+    for function in (step, listed, functools.partial(lambda model, optimizer, x, other: mean_loss(model, x), other=one)):
         decorated = accumulating(steps=2)(function)
-        with pytest.raises(GradSyncError, match=rf"{kind} \(.*\) is the default of 'other', where it would be passed over"):
+        with pytest.raises(GradSyncError, match=rf"{kind} \(.*\) comes with the default of 'other', where it would be passed over"):
             decorated(model, optimizer, X)
     accumulating(steps=1)(step)(model, optimizer, X, None)
     accumulating(steps=1, **{kind: optimizer if kind == "optimizer" else one})(step)(model, optimizer, X)

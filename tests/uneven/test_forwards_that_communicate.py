@@ -409,6 +409,29 @@ THREE = [0, 1, 2]
 SAYS_FOUR = Says(THREE, 4)
 
 
+def loaded_and_filled(items) -> None:
+    """A window that was carried out of a loop, on ranks that brought different numbers, is saved, loaded and filled."""
+    rank, windows = dist.get_rank(), []
+    for _ in range(2):
+        home = fsdp2()
+        optimizer = Recorder(home.parameters(), lr=0.05)
+        windows.append((home, optimizer, accumulating(steps=4, tail="carry", model=home, optimizer=optimizer)))
+    (home, _, decorate), (other, optimizer, decorate_other) = windows
+    step = decorate(lambda x: mean_loss(home, x))
+    for i in step.over(items[rank]):
+        step(micro_batch(rank, i))
+    step_other = decorate_other(lambda x: mean_loss(other, x))
+    step_other.load_state_dict(step.state_dict())
+    step.reset()
+    step_other(micro_batch(rank, 9))
+    window = [(r, i) for r in range(2) for i in [*items[r], 9]]
+    assert_equal_updates(optimizer.seen, train(small_model(), [window], window_mean, lr=0.05)[0], 1e-10)
+
+
+def test_a_window_that_was_carried_out_of_a_loop_is_loaded(ranks):
+    ranks(2).run(loaded_and_filled, [THREE, [0, 1]], limit=15)
+
+
 @pytest.mark.parametrize(
     "items",
     [

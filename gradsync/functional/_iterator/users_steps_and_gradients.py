@@ -9,6 +9,7 @@ from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import PLAIN
+from gradsync._marks import KEPT, LEFT, is_marked, mark
 from gradsync._state import open_runs
 from gradsync.functional._team.team import Team, made_from_gathered
 from gradsync.functional._update.gradients import values_here
@@ -16,24 +17,12 @@ from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.place import Place
 from gradsync.functional._window.run import Run
 
-_LEFT = "_gradsync_left"  # of a gradient that a window left behind, or an update used: its version then
-_KEPT = "_gradsync_kept"  # of one that a loop has ended with, for a model that is not stepped after each window
 
-
-def mark(parameters: Iterable[nn.Parameter]) -> None:
-    """Note that these gradients are to be cleared before the next window."""
-    _note(parameters, _LEFT)
-
-
-def mark_kept(parameters: Iterable[nn.Parameter]) -> None:
-    """Note that a loop has ended with these gradients: another one may add to them, if they are not to be cleared."""
-    _note(parameters, _KEPT)
-
-
-def _note(parameters: Iterable[nn.Parameter], what: str) -> None:
+def mark_all(parameters: Iterable[nn.Parameter], what: str) -> None:
+    """Mark the gradients of these parameters."""
     for parameter in parameters:
         if parameter.grad is not None:
-            setattr(parameter.grad, what, parameter.grad._version)
+            mark(parameter.grad, what)
 
 
 def insist_on_none_left(team: Team, window: int) -> list[torch.Tensor]:
@@ -43,8 +32,8 @@ def insist_on_none_left(team: Team, window: int) -> list[torch.Tensor]:
     """
     gradients = [parameter.grad for parameter in team.parameters if parameter.grad is not None]
     there = [values_here(gradient).any() for gradient in gradients]
-    is_left = [vars(gradient).get(_LEFT) == gradient._version for gradient in gradients]
-    is_kept = [window > 0 or vars(gradient).get(_KEPT) == gradient._version for gradient in gradients]
+    is_left = [is_marked(gradient, LEFT) for gradient in gradients]
+    is_kept = [window > 0 or is_marked(gradient, KEPT) for gradient in gradients]
     left = [one for one, to_clear, kept in zip(there, is_left, is_kept, strict=True) if to_clear or not kept]
     if any(left):  # their values count, because .data.zero_() makes no new version
         raise GradSyncError(
@@ -106,4 +95,4 @@ def check_step(
             "...). Put a parameter of no module into one: nn.ParameterList([parameter])."
         )
     if run.open_window.kind != PLAIN:
-        mark(stepped)
+        mark_all(stepped, LEFT)

@@ -112,12 +112,12 @@ class ModelsAsTheyWere:
         both = [key for key in mine.keys() & theirs.keys() if not _is_alike(mine[key], theirs[key])]
         switched = sum(key in self._ids and mine[key][0] != theirs[key][0] for key in both)
         numbers = {
-            "parameters are new": len(theirs.keys() - mine.keys()),
-            "are gone": len(mine.keys() - theirs.keys()),
-            "were frozen or unfrozen": switched,
-            "changed their dtype, device or shape": len(both) - switched,
+            "new parameters": len(theirs.keys() - mine.keys()),
+            "parameters gone": len(mine.keys() - theirs.keys()),
+            "frozen or unfrozen": switched,
+            "of another dtype, device or shape": len(both) - switched,
         }
-        told = [f"{number} {words}" for words, number in numbers.items() if number]
+        told = [f"{words}: {number}" for words, number in numbers.items() if number]
         if self._emptied != other._emptied:
             told.append("layers whose parameters are in flat ones were taken out, replaced or moved")
         if not told and self._rest != other._rest:

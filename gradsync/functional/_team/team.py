@@ -214,7 +214,7 @@ class Team:
 _FLAG = attrgetter("requires_grad")  # for `map`, which is three times as fast as a comprehension
 
 _CHANGED = (
-    "The participants of {name} must stay the same within a window, but they changed in the middle of one: {what}. "
+    "The participants of {name} must stay the same within a window, but they changed in the middle of one ({what}). "
     "Make such a change between windows, and not in the body of a call or of the loop. With accumulating, that is "
     "where progress.index is 0, or after flush() or reset()."
 )

@@ -120,6 +120,7 @@ class Run:
         """The place of this rank in a window of the other ranks, after its own data has ended."""
         self._exchange = exchange
         window = self.window or self._opened()
+        window.was_in_loop = True
         return Place(window.number, window.index, window.size, last=False, role=role)
 
     def holding(self, place: Place) -> AbstractContextManager[Any]:
@@ -287,7 +288,6 @@ class Run:
     def _opened(self) -> Window:
         """A window that is opened for the place that begins."""
         window = self.open(self.fitting_team())
-        window.was_in_loop = self._exchange.has_an_end
         self._exchange.plan(window)
         return window
 

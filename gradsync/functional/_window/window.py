@@ -119,6 +119,7 @@ class Window:
         """Put such a state into a window that has just been opened."""
         device = self.team.parameters[0].device
         self.index, self.num_own = index, state["calls"]
+        self.was_in_loop = True  # it may have been, on all ranks
         self.num_micro_batches, self.kind, self.failed = state["num_micro_batches"], state["kind"], state["failed"]
         self.count.load(state["count"])
         self.losses = [loss.to(device) for loss in state["losses"]]
