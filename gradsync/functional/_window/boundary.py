@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from typing_extensions import Self
 
@@ -19,7 +19,7 @@ from gradsync.functional._team.backward import HELD, Order
 from gradsync.functional._team.team import Team
 from gradsync.functional._window.buffers_at_close import BuffersAtClose
 from gradsync.functional._window.closing import Closing, factor_of
-from gradsync.functional._window.exchange import Exchange
+from gradsync.functional._window.exchange import alike
 from gradsync.functional._window.share import Share
 from gradsync.functional._window.terms import Terms
 from gradsync.functional._window.window import Window
@@ -92,11 +92,11 @@ class Held:
 class Boundary(Held):
     """The last place of a window: the table leaves, gradients synchronise, buffers are made equal."""
 
-    def __init__(self, window: Window, order: Order, terms: Terms, exchange: Exchange, transport: Transport) -> None:
+    def __init__(self, run: Any, order: Order) -> None:
         # The table leaves before the backward; if engines synchronise twice (a static graph), between these.
-        super().__init__(window, order._replace(between=self._send) if order.again else order, terms)
-        self._exchange = exchange
-        self._transport = transport
+        super().__init__(run.open_window, order._replace(between=self._send) if order.again else order, run.terms)
+        self._run = run
+        self._transport: Transport = run.transport
         self._sent: Sent | None = None
         self._failed = False  # whether the backward did
         self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
@@ -141,7 +141,7 @@ class Boundary(Held):
         window, team = self._window, self._window.team
         shares = self._hear()
         # One rank sends no table: in a loop, or with counts, its own share says all that the table would.
-        told = self._sent is not None or self._exchange.always_sends or window.kind == SUMS
+        told = self._sent is not None or self._run.exchange.always_sends(self._run) or window.kind == SUMS
         factor = factor_of(shares, self._terms.tail)
         closing = Closing(tuple(shares), team.rank, factor, told, window.losses, window.count)
         if self._buffers is not None:
@@ -152,18 +152,19 @@ class Boundary(Held):
         return closing if self._transport.closes_before or not closing.has_failed else closing.without_factor()
 
     def _send(self) -> None:
-        window = self._window
+        window, run = self._window, self._run
         if window.team.num_ranks == 1:
             return
-        self._buffers = BuffersAtClose(window, self._exchange)
-        self._sent = window.heard if window.heard is not None else self._exchange.send(window)
+        self._buffers = BuffersAtClose(window.active, run.exchange.due(run))
+        self._sent = window.heard if window.heard is not None else run.exchange.send(run)
         if self._transport.closes_before:
             self._buffers.send(self._hear)
 
     def _hear(self) -> Sequence[Share]:
         """The shares of all ranks. Waits for tables, and for no backward."""
         if self._shares is None:
-            self._shares = self._exchange.shares(self._window, self._sent)
+            sent, run = self._sent, self._run
+            self._shares = alike(self._window) if sent is None else run.exchange.hear(run, sent)
         return self._shares
 
 
