@@ -96,3 +96,18 @@ class CountedItems:
             if calls > self.most.get(run, 0):
                 self.most[run] = calls
         self._calls.clear()
+
+
+def with_last(iterable: Iterable[T], name: str = "a loop") -> Iterator[tuple[T, bool]]:
+    """Each item, and whether it is the last; for loops that somebody builds by hand.
+
+    Where the length is known, nothing is drawn ahead; where it is not, one item is.
+
+    >>> list(with_last("ab"))
+    [('a', False), ('b', True)]
+    >>> list(with_last(iter("ab")))
+    [('a', False), ('b', True)]
+    """
+    data = CountedItems(length(iterable))
+    for item in data.items(iterable, name, lambda: 1):
+        yield item, not data.num_known
