@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any
 
 from typing_extensions import Self
 
@@ -166,6 +166,3 @@ class Boundary(Held):
             sent, run = self._sent, self._run
             self._shares = alike(self._window) if sent is None else run.exchange.hear(run, sent)
         return self._shares
-
-
-Passage: TypeAlias = Held | Boundary

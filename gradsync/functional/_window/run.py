@@ -19,7 +19,7 @@ from gradsync.functional._team.hold import weightless
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.contexts import both, named_range
 from gradsync.functional._update.optimizers import owned
-from gradsync.functional._window.boundary import Boundary, Held, Passage, Transport
+from gradsync.functional._window.boundary import Boundary, Held, Transport
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.exchange import OUTSIDE, Exchange, compare_sizes
 from gradsync.functional._window.place import RUNS, Place, Role
@@ -155,7 +155,7 @@ class Run:
             backward(tensor, passage.order, seed, run)
         return passage.closing
 
-    def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Passage:
+    def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Held:
         """For a backward that the caller runs by itself: a context manager around it.
 
         `loss` is that of the whole micro-batch. Inside, the caller arms the engines of `order.armed` and runs the
@@ -165,7 +165,7 @@ class Run:
         self.open_window.add(loss)
         return self.passage(place)
 
-    def passage(self, place: Place, order: Order | None = None) -> Passage:
+    def passage(self, place: Place, order: Order | None = None) -> Held:
         """What synchronises in a backward of this place, as a rule in its own order: a context manager around it."""
         window = self.window
         assert window is not None, "a place has been started"
