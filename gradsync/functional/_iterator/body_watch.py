@@ -20,11 +20,12 @@ from gradsync._loss import PLAIN
 from gradsync._step_hook import watch_steps
 from gradsync.functional._iterator.plain_backward import Arrivals, InUsersBackward, PlainBackward
 from gradsync.functional._iterator.users_steps_and_gradients import (
+    KEPT,
+    LEFT,
     check_step,
     insist_on_none_inside,
     insist_on_none_left,
     mark,
-    mark_kept,
 )
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.contexts import NO_RANGE
@@ -79,7 +80,7 @@ class BodyWatch:
         self._arrivals, self._gradients = None, GradientWatch()
         self._place, self._over, self._hold = None, None, NO_RANGE
         if self._run.team is not None:
-            mark_kept(self._run.team.parameters)
+            mark(self._run.team.parameters, KEPT)
         self._run.team = None
 
     def leave(self, error: BaseException, frame: FrameType | None) -> None:
@@ -93,7 +94,7 @@ class BodyWatch:
             run.discard()
             return
         if run.index and run.open_window.kind != PLAIN:
-            mark(run.fitting_team().parameters)
+            mark(run.fitting_team().parameters, LEFT)
         run.abandon()
 
     # -- a turn -----------------------------------------------------------------------------------------------------

@@ -16,21 +16,12 @@ from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.place import Place
 from gradsync.functional._window.run import Run
 
-_LEFT = "_gradsync_left"  # of a gradient that a window left behind, or an update used: its version then
-_KEPT = "_gradsync_kept"  # of one that a loop has ended with, for a model that is not stepped after each window
+LEFT = "_gradsync_left"  # of a gradient that a window left behind, or an update used: its version then
+KEPT = "_gradsync_kept"  # of one that a loop has ended with: another may add to it, if it is not LEFT as well
 
 
-def mark(parameters: Iterable[nn.Parameter]) -> None:
-    """Note that these gradients are to be cleared before the next window."""
-    _note(parameters, _LEFT)
-
-
-def mark_kept(parameters: Iterable[nn.Parameter]) -> None:
-    """Note that a loop has ended with these gradients: another one may add to them, if they are not to be cleared."""
-    _note(parameters, _KEPT)
-
-
-def _note(parameters: Iterable[nn.Parameter], what: str) -> None:
+def mark(parameters: Iterable[nn.Parameter], what: str) -> None:
+    """Note of these gradients, as they are now, that they are `LEFT` or `KEPT`."""
     for parameter in parameters:
         if parameter.grad is not None:
             setattr(parameter.grad, what, parameter.grad._version)
@@ -43,8 +34,8 @@ def insist_on_none_left(team: Team, window: int) -> list[torch.Tensor]:
     """
     gradients = [parameter.grad for parameter in team.parameters if parameter.grad is not None]
     there = [values_here(gradient).any() for gradient in gradients]
-    is_left = [vars(gradient).get(_LEFT) == gradient._version for gradient in gradients]
-    is_kept = [window > 0 or vars(gradient).get(_KEPT) == gradient._version for gradient in gradients]
+    is_left = [vars(gradient).get(LEFT) == gradient._version for gradient in gradients]
+    is_kept = [window > 0 or vars(gradient).get(KEPT) == gradient._version for gradient in gradients]
     left = [one for one, to_clear, kept in zip(there, is_left, is_kept, strict=True) if to_clear or not kept]
     if any(left):  # their values count, because .data.zero_() makes no new version
         raise GradSyncError(
@@ -106,4 +97,4 @@ def check_step(
             "...). Put a parameter of no module into one: nn.ParameterList([parameter])."
         )
     if run.open_window.kind != PLAIN:
-        mark(stepped)
+        mark(stepped, LEFT)
