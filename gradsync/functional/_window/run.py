@@ -142,8 +142,7 @@ class Run:
         An exception of a type in `skip` is not raised, unless a forward communicates; it drops the window on all ranks.
         The gradients of a replay weigh nothing.
         """
-        window = self.window
-        assert window is not None, "a place has been started"
+        window = self.open_window
         tensor, seed = check_loss(loss), None
         if place.role is RUNS:
             self.insist_on_same(place)
@@ -167,8 +166,7 @@ class Run:
 
     def passage(self, place: Place, order: Order | None = None) -> Held:
         """What synchronises in a backward of this place, as a rule in its own order: a context manager around it."""
-        window = self.window
-        assert window is not None, "a place has been started"
+        window = self.open_window
         if order is None:
             order = self._order(window, place)
         if place.last:
