@@ -71,9 +71,6 @@ class Loop(LoopKnowledge, Exchange):
 
     # -- the windows of its calls -----------------------------------------------------------------------------------
 
-    def always_sends(self, run: Run) -> bool:  # noqa: ARG002 - each run's
-        return True
-
     def begin(self, run: Run) -> None:
         if run in self._ended:
             raise GradSyncError(

@@ -141,7 +141,7 @@ class Boundary(Held):
         window, team = self._window, self._window.team
         shares = self._hear()
         # One rank sends no table: in a loop, or with counts, its own share says all that the table would.
-        told = self._sent is not None or self._run.exchange.always_sends(self._run) or window.kind == SUMS
+        told = self._sent is not None or self._run.always_sends or window.kind == SUMS
         factor = factor_of(shares, self._terms.tail)
         closing = Closing(tuple(shares), team.rank, factor, told, window.losses, window.count)
         if self._buffers is not None:

@@ -25,10 +25,6 @@ class Exchange:
     #: Whether this is a loop, whose data ends.
     has_an_end = False
 
-    def always_sends(self, run: Any) -> bool:
-        """Whether each window of the run has a table."""
-        return bool(run.terms.skip) or callable(run.terms.steps)
-
     def begin(self, run: Any) -> None:
         """Called when a call begins, before it opens a window."""
 
@@ -53,7 +49,7 @@ class Exchange:
         self.agree(run)
         window: Window = run.open_window
         # Without lockstep, each rank's window has only its own micro-batches, and is full.
-        if self.always_sends(run) or window.kind == SUMS or (window.was_in_loop and window.team.lockstep):
+        if run.always_sends or window.kind == SUMS or (window.was_in_loop and window.team.lockstep):
             return window.team.tables.send(Share.of_window(window).row())
         if window.kind != PLAIN and window.num_micro_batches != window.size:
             raise GradSyncError(
@@ -76,7 +72,7 @@ class Exchange:
         """Before a team's first synchronisation, and when its kind of loss changes: compare what could hang ranks."""
         window: Window = run.open_window
         team = window.team
-        if team.kind is not None and (self.always_sends(run) or window.kind == team.kind):
+        if team.kind is not None and (run.always_sends or window.kind == team.kind):
             return
         words = run.terms.in_words(window.number)
         scaler = "none" if window.scale is None else f"one of scale {float(window.scale.value)}"  # waits, once

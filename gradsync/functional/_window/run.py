@@ -70,6 +70,11 @@ class Run:
         return 0 if self.window is None else self.window.index
 
     @property
+    def always_sends(self) -> bool:
+        """Whether each window has a table, where the current place is."""
+        return self.exchange.has_an_end or bool(self.terms.skip) or callable(self.terms.steps)
+
+    @property
     def num_dropped(self) -> int:
         """How many micro-batches were dropped."""
         return self._num_dropped + (0 if self.window is None else self.window.num_dropped)
@@ -186,7 +191,7 @@ class Run:
 
     def drop(self, place: Place) -> Closing | None:
         """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean."""
-        if not self.exchange.always_sends(self):
+        if not self.always_sends:
             raise GradSyncError(
                 f"To drop a micro-batch, {self.name} needs a table in each window, from which the other ranks hear of "
                 "it, but there is none. Say so beforehand, Terms(..., skip=(...)), or make the calls in a Loop."
