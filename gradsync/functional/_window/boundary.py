@@ -7,7 +7,7 @@ gradients travel to the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +17,6 @@ from gradsync._loss import SUMS
 from gradsync.engines import clarify
 from gradsync.functional._team.backward import HELD, Order
 from gradsync.functional._team.team import Team
-from gradsync.functional._window.buffers_at_close import BuffersAtClose
 from gradsync.functional._window.closing import Closing, factor_of
 from gradsync.functional._window.exchange import alike
 from gradsync.functional._window.share import Share
@@ -100,7 +99,8 @@ class Boundary(Held):
         self._sent: Sent | None = None
         self._failed = False  # whether the backward did
         self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
-        self._buffers: BuffersAtClose | None = None  # None on one rank
+        self._due: Sequence[bool] = ()  # of which ranks a micro-batch was expected; empty on one rank
+        self._arrivals: Sequence[Callable[[], None]] = ()  # wait for buffers that left before the backward
 
     def __enter__(self) -> Self:
         with WaitingFor(self._window.what):
@@ -144,8 +144,8 @@ class Boundary(Held):
         told = self._sent is not None or self._run.always_sends or window.kind == SUMS
         factor = factor_of(shares, self._terms.tail)
         closing = Closing(tuple(shares), team.rank, factor, told, window.losses, window.count)
-        if self._buffers is not None:
-            self._buffers.share(self._hear)
+        if self._due:
+            self._make_buffers_equal()
         if not self._terms.skip or team.num_ranks == 1:
             return closing
         closing = closing._replace(failures=team.tables.send([float(window.failed or self._failed)]))
@@ -155,10 +155,12 @@ class Boundary(Held):
         window, run = self._window, self._run
         if window.team.num_ranks == 1:
             return
-        self._buffers = BuffersAtClose(window.active, run.exchange.due(run))
+        self._due = run.exchange.due(run)
         self._sent = window.heard if window.heard is not None else run.exchange.send(run)
         if self._transport.closes_before:
-            self._buffers.send(self._hear)
+            # This waits for the table only if rank 0 may have no micro-batch.
+            source = 0 if self._due[0] else self._source_of_buffers()
+            self._arrivals = [engine.send_buffers(source) for engine in window.active]
 
     def _hear(self) -> Sequence[Share]:
         """The shares of all ranks. Waits for tables, and for no backward."""
@@ -166,3 +168,18 @@ class Boundary(Held):
             sent, run = self._sent, self._run
             self._shares = alike(self._window) if sent is None else run.exchange.hear(run, sent)
         return self._shares
+
+    def _make_buffers_equal(self) -> None:
+        """After the backward: send buffers, or wait for those that were sent before it."""
+        if self._transport.closes_before:
+            for arrive in self._arrivals:
+                arrive()
+        else:
+            source = self._source_of_buffers()
+            for engine in self._window.active:
+                engine.share_buffers(source)
+
+    def _source_of_buffers(self) -> int:
+        """The lowest rank that had a micro-batch, or was expected to: all ranks get its buffers."""
+        there = (rank for rank, share in enumerate(self._hear()) if share.num_calls or self._due[rank])
+        return next(there, 0)
