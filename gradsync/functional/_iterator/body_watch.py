@@ -122,8 +122,7 @@ class BodyWatch:
     ) -> None:
         place, self._place = self._place, None
         try:
-            if self._plain is not None:
-                self._stop_plain()
+            self._stop_plain()
             if self._over is not None and self._over():
                 # The user's backward raised torch's error; an iterator cannot replace it, but can warn beside it.
                 warnings.warn(waited(self._run.open_window.what()), RuntimeWarning, stacklevel=3)
@@ -185,8 +184,7 @@ class BodyWatch:
         if not self._is_explicit and run.open_window.kind == PLAIN:
             raise _mixed(place)
         self._is_explicit = True
-        if self._plain is not None:
-            self._stop_plain()
+        self._stop_plain()
         if not place.index:
             self._older = insist_on_none_left(run.fitting_team(), place.window)
             if self._gradients.appeared():
@@ -255,9 +253,9 @@ class BodyWatch:
         self._closing = closing
 
     def _stop_plain(self) -> None:
-        assert self._plain is not None, "asked before, for most turns have none"
-        self._plain.stop()
-        self._plain = None
+        if self._plain is not None:
+            self._plain.stop()
+            self._plain = None
 
     def before_step(self, optimizer: Any) -> None:
         """Called before any optimizer steps."""
