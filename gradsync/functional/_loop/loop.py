@@ -14,7 +14,7 @@ from gradsync.functional._loop.counted_items import CountedItems
 from gradsync.functional._loop.first_call import beside, meet_at_first_call, meet_without_call, one_loop
 from gradsync.functional._loop.knowledge import LoopKnowledge
 from gradsync.functional._loop.lockstep_of_forwards import hear_of_call, plan_calls
-from gradsync.functional._window.exchange import Exchange
+from gradsync.functional._window.exchange import OUTSIDE, Exchange
 from gradsync.functional._window.place import Place, Role
 from gradsync.functional._window.run import Run
 from gradsync.functional._window.share import ASKS, NOBODY, Share, shares_in
@@ -60,7 +60,7 @@ class Loop(LoopKnowledge, Exchange):
         """The loop is over, or was left. What it knows of its runs goes now, and waits for no garbage collection."""
         LOOPS.discard(self)
         for run in self._num_changes:
-            run.leave_loop()
+            run.exchange = OUTSIDE
         self._num_changes.clear()
         self.kept.clear()
         self._around.clear()

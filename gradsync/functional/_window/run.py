@@ -244,10 +244,6 @@ class Run:
         self._num_dropped = self.num_dropped
         self.window = None
 
-    def leave_loop(self) -> None:
-        """The loop that it was called in is over: let go of it."""
-        self.exchange = OUTSIDE
-
     def discard(self) -> None:
         """Discard the open window and its gradients, those inside engines too."""
         if self.window is not None:
