@@ -155,8 +155,7 @@ class Team:
         return what
 
     def _gathered(self) -> Mapping[Any, nn.Parameter]:
-        engines = self._gathering
-        return {tensor: own for one in engines for tensor, own in one.gathered.items()} if engines else {}
+        return {tensor: own for one in self._gathering for tensor, own in one.gathered.items()}
 
     def _emptied(self) -> set[nn.Module]:
         return {module for engine in self._gathering for module in engine.emptied}
