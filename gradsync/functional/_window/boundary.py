@@ -18,7 +18,7 @@ from gradsync.engines import clarify
 from gradsync.functional._team.backward import HELD, Order
 from gradsync.functional._team.team import Team
 from gradsync.functional._window.closing import Closing, factor_of
-from gradsync.functional._window.exchange import alike
+from gradsync.functional._window.exchange import Exchange, alike
 from gradsync.functional._window.share import Share
 from gradsync.functional._window.terms import Terms
 from gradsync.functional._window.window import Window
@@ -165,8 +165,8 @@ class Boundary(Held):
     def _hear(self) -> Sequence[Share]:
         """The shares of all ranks. Waits for tables, and for no backward."""
         if self._shares is None:
-            sent, run = self._sent, self._run
-            self._shares = alike(self._window) if sent is None else run.exchange.hear(run, sent)
+            exchange: Exchange = self._run.exchange
+            self._shares = alike(self._window) if self._sent is None else exchange.hear(self._run, self._sent)
         return self._shares
 
     def _make_buffers_equal(self) -> None:
