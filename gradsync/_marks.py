@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 LEFT = "_gradsync_left"  # a window has left it behind, or an update has used it
@@ -9,9 +11,11 @@ KEPT = "_gradsync_kept"  # a loop has ended with it, for a model that is not ste
 REPLAYED = "_gradsync_replayed"  # a replay has made it
 
 
-def mark(gradient: torch.Tensor, what: str) -> None:
-    """Mark a gradient as it is now."""
-    setattr(gradient, what, gradient._version)
+def mark(parameters: Iterable[torch.Tensor], what: str) -> None:
+    """Mark the gradients of these parameters, as they are now."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            setattr(parameter.grad, what, parameter.grad._version)
 
 
 def is_marked(gradient: torch.Tensor, what: str) -> bool:

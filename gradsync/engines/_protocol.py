@@ -193,7 +193,7 @@ class Engine:
     def note_replayed(self, parameter: torch.Tensor) -> None:
         """A replay has given zeros to a parameter that was unused. They stay until the window synchronises."""
         if parameter.grad is not None:
-            mark(parameter.grad, REPLAYED)
+            mark([parameter], REPLAYED)
             self._replayed = (*self._replayed, parameter)
 
     def drop_replayed(self) -> None:

@@ -63,8 +63,7 @@ from gradsync.functional._fit.rows_that_fit import rows_that_fit
 from gradsync.functional._iterator.fit import Fitting, fit
 from gradsync.functional._iterator.micro_step import MicroStep
 from gradsync.functional._iterator.sync_every import sync_every
-from gradsync.functional._loop.by_hand import with_last
-from gradsync.functional._loop.counted_items import length
+from gradsync.functional._loop.counted_items import length, with_last
 from gradsync.functional._loop.loop import Loop
 from gradsync.functional._team.no_sync import no_sync, sync_gradients
 from gradsync.functional._team.team import Team

@@ -15,7 +15,7 @@ from gradsync._errors import GradSyncError
 from gradsync._loss import LossSum, tensor_of
 from gradsync.engines import find
 from gradsync.functional._team.team import Team
-from gradsync.functional._window.boundary import Passage
+from gradsync.functional._window.boundary import Held
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.place import Place, Role
 from gradsync.functional._window.run import Run
@@ -83,7 +83,7 @@ class _BackwardOfWindow(Backward):
     def __init__(self, run: Run, place: Place, scaler: GradScaler | None, changes: Callable[[], object]) -> None:
         self.parameters = run.fitting_team().parameters
         self.closing: Closing | None = None
-        self._begun: Passage | None = None  # set when the real backward begins, that of the last part
+        self._begun: Held | None = None  # set when the real backward begins, that of the last part
         self._first: torch.Tensor | LossSum | None = None  # until then: that of the first part, once its own has begun
         self._run, self._place, self._scaler, self._changes = run, place, scaler, changes
 

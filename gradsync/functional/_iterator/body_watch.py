@@ -17,14 +17,13 @@ import torch
 from gradsync._errors import GradSyncError
 from gradsync._frames import drawn_by, is_left_on_purpose
 from gradsync._loss import PLAIN
-from gradsync._marks import KEPT, LEFT
+from gradsync._marks import KEPT, LEFT, mark
 from gradsync._step_hook import watch_steps
 from gradsync.functional._iterator.plain_backward import Arrivals, InUsersBackward, PlainBackward
 from gradsync.functional._iterator.users_steps_and_gradients import (
     check_step,
     insist_on_none_inside,
     insist_on_none_left,
-    mark_all,
 )
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.contexts import NO_RANGE
@@ -79,7 +78,7 @@ class BodyWatch:
         self._arrivals, self._gradients = None, GradientWatch()
         self._place, self._over, self._hold = None, None, NO_RANGE
         if self._run.team is not None:
-            mark_all(self._run.team.parameters, KEPT)
+            mark(self._run.team.parameters, KEPT)
         self._run.team = None
 
     def leave(self, error: BaseException, frame: FrameType | None) -> None:
@@ -93,7 +92,7 @@ class BodyWatch:
             run.discard()
             return
         if run.index and run.open_window.kind != PLAIN:
-            mark_all(run.fitting_team().parameters, LEFT)
+            mark(run.fitting_team().parameters, LEFT)
         run.abandon()
 
     # -- a turn -----------------------------------------------------------------------------------------------------
@@ -121,8 +120,7 @@ class BodyWatch:
     ) -> None:
         place, self._place = self._place, None
         try:
-            if self._plain is not None:
-                self._stop_plain()
+            self._stop_plain()
             if self._over is not None and self._over():
                 # The user's backward raised torch's error; an iterator cannot replace it, but can warn beside it.
                 warnings.warn(waited(self._run.open_window.what()), RuntimeWarning, stacklevel=3)
@@ -184,8 +182,7 @@ class BodyWatch:
         if not self._is_explicit and run.open_window.kind == PLAIN:
             raise _mixed(place)
         self._is_explicit = True
-        if self._plain is not None:
-            self._stop_plain()
+        self._stop_plain()
         if not place.index:
             self._older = insist_on_none_left(run.fitting_team(), place.window)
             if self._gradients.appeared():
@@ -254,9 +251,9 @@ class BodyWatch:
         self._closing = closing
 
     def _stop_plain(self) -> None:
-        assert self._plain is not None, "asked before, for most turns have none"
-        self._plain.stop()
-        self._plain = None
+        if self._plain is not None:
+            self._plain.stop()
+            self._plain = None
 
     def before_step(self, optimizer: Any) -> None:
         """Called before any optimizer steps."""

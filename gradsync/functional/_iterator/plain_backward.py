@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from gradsync._state import SILENT
-from gradsync.functional._window.boundary import Passage
+from gradsync.functional._window.boundary import Held
 from gradsync.functional._window.closing import Closing
 
 
@@ -83,7 +83,7 @@ class InUsersBackward:
 
     __slots__ = ("_done", "_has_ended", "_passage", "_reached", "_waits")
 
-    def __init__(self, passage: Passage, reached: set[int], done: Callable[[Closing | None], None]) -> None:
+    def __init__(self, passage: Held, reached: set[int], done: Callable[[Closing | None], None]) -> None:
         """`reached` has the ids of the leaves that the backward has come to."""
         self._passage = passage.__enter__()
         self._reached = reached

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -16,13 +16,6 @@ from gradsync.functional._update.gradients import values_here
 from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.place import Place
 from gradsync.functional._window.run import Run
-
-
-def mark_all(parameters: Iterable[nn.Parameter], what: str) -> None:
-    """Mark the gradients of these parameters."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            mark(parameter.grad, what)
 
 
 def insist_on_none_left(team: Team, window: int) -> list[torch.Tensor]:
@@ -95,4 +88,4 @@ def check_step(
             "...). Put a parameter of no module into one: nn.ParameterList([parameter])."
         )
     if run.open_window.kind != PLAIN:
-        mark_all(stepped, LEFT)
+        mark(stepped, LEFT)

@@ -45,22 +45,16 @@ class CountedItems:
         """
         drawn: deque[T] = deque()
         for item in iterable:
-            if self.length is not None:
-                if self.num_items == self.length:
-                    raise GradSyncError(
-                        f"An iterable in {name} must yield no more items than its length says, but this one of length "
-                        f"{self.length} went on. Mend its __len__, or pass iter(...) of it, whose length is not asked."
-                    )
-                self._begin(self.length - self.num_items - 1)
-                yield item
-                continue
+            if self.num_items == self.length:
+                raise GradSyncError(
+                    f"An iterable in {name} must yield no more items than its length says, but this one of length "
+                    f"{self.length} went on. Mend its __len__, or pass iter(...) of it, whose length is not asked."
+                )
             drawn.append(item)
-            while len(drawn) > ahead():
-                self._begin(len(drawn) - 1)
-                yield drawn.popleft()
+            while len(drawn) > (ahead() if self.length is None else 0):
+                yield self._next_of(drawn)
         while drawn:
-            self._begin(len(drawn) - 1)
-            yield drawn.popleft()
+            yield self._next_of(drawn)
 
     def end(self) -> None:
         """The data has ended, and the last item has had its calls."""
@@ -82,11 +76,13 @@ class CountedItems:
             return UNKNOWN if self.length is None else float(self.num_known)
         return 0.0 if self.has_ended or self.calls_once(run) else PERHAPS
 
-    def _begin(self, num_known: int) -> None:
-        """The next item begins, behind which so many are known to come."""
+    def _next_of(self, drawn: deque[T]) -> T:
+        """The next item, which begins."""
         self._finish_item()
         self.num_items += 1
-        self.num_known = num_known
+        item = drawn.popleft()
+        self.num_known = len(drawn) if self.length is None else self.length - self.num_items
+        return item
 
     def _finish_item(self) -> None:
         if not self._calls:
@@ -96,3 +92,18 @@ class CountedItems:
             if calls > self.most.get(run, 0):
                 self.most[run] = calls
         self._calls.clear()
+
+
+def with_last(iterable: Iterable[T], name: str = "a loop") -> Iterator[tuple[T, bool]]:
+    """Each item, and whether it is the last; for loops that somebody builds by hand.
+
+    Where the length is known, nothing is drawn ahead; where it is not, one item is.
+
+    >>> list(with_last("ab"))
+    [('a', False), ('b', True)]
+    >>> list(with_last(iter("ab")))
+    [('a', False), ('b', True)]
+    """
+    data = CountedItems(length(iterable))
+    for item in data.items(iterable, name, lambda: 1):
+        yield item, not data.num_known

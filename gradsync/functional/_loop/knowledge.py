@@ -95,7 +95,7 @@ class LoopKnowledge:
 
     # -- tables -----------------------------------------------------------------------------------------------------
 
-    def send(self, share: Share) -> Sent:
+    def tell(self, share: Share) -> Sent:
         """Send this rank's share, without waiting."""
         return self.team.tables.send(share.row())
 
@@ -107,7 +107,7 @@ class LoopKnowledge:
         """The same, without waiting: `answers` reads it later."""
         for group in self.team.twins:
             share = share._replace(failed=share.failed + _twins_differ(group, share, self.team.parameters))
-        return self.send(share)
+        return self.tell(share)
 
     def answers(self, sent: Sent) -> list[Share]:
         """What each rank said. Raises on every rank if they contradict each other."""

@@ -19,10 +19,9 @@ from gradsync.functional._loop.knowledge import LoopKnowledge
 from gradsync.functional._window.run import Run
 from gradsync.functional._window.share import NOBODY, PERHAPS, UNKNOWN, Share
 from gradsync.functional._window.terms import ends_with_data
-from gradsync.functional._window.window import Window
 
 
-def plan_calls(loop: LoopKnowledge, run: Run, window: Window) -> None:
+def plan_calls(loop: LoopKnowledge, run: Run) -> None:
     """A window opens: plan how many calls it has, where all ranks know that."""
     loop.planned = None
     # A plan is kept to also where fewer items come than a length says: but a window that is carried on stays open then.
@@ -33,8 +32,9 @@ def plan_calls(loop: LoopKnowledge, run: Run, window: Window) -> None:
     lefts = [share.left for share in shares]
     if PERHAPS in lefts or UNKNOWN in lefts:
         return
-    most = min(max(lefts), window.size)
-    if most == window.size or (most and all(share.once or not share.left for share in shares)):
+    size = run.open_window.size
+    most = min(max(lefts), size)
+    if most == size or (most and all(share.once or not share.left for share in shares)):
         loop.planned, loop.asked = int(most), None
         # If this window is discarded, nobody knows how many items the others still have.
         loop.shares = [share._replace(left=UNKNOWN if share.left else 0.0) for share in shares]

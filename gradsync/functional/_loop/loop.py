@@ -7,24 +7,31 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import get_ident
 from typing import Any, TypeVar
 
+from gradsync._errors import GradSyncError
 from gradsync._frames import driver_of
 from gradsync._state import LOOPS
 from gradsync.functional._loop.counted_items import CountedItems
-from gradsync.functional._loop.first_call import beside, meet_without_call, one_loop
+from gradsync.functional._loop.first_call import beside, meet_at_first_call, meet_without_call, one_loop
 from gradsync.functional._loop.knowledge import LoopKnowledge
-from gradsync.functional._loop.lockstep_of_forwards import hear_of_call
-from gradsync.functional._loop.loop_exchange import LoopExchange
+from gradsync.functional._loop.lockstep_of_forwards import hear_of_call, plan_calls
+from gradsync.functional._window.exchange import OUTSIDE, Exchange
 from gradsync.functional._window.place import Place, Role
 from gradsync.functional._window.run import Run
 from gradsync.functional._window.share import ASKS, NOBODY, Share, shares_in
 from gradsync.functional._window.terms import ends_with_data
 from gradsync.ranks.lost import WaitingFor
+from gradsync.ranks.tables import Sent
 
 T = TypeVar("T")
 
 
-class Loop(LoopKnowledge):
-    """What is common to the calls in a loop: where this rank's data is, and what the ranks have said of theirs."""
+class Loop(LoopKnowledge, Exchange):
+    """What is common to the calls in a loop: where this rank's data is, and what the ranks have said of theirs.
+
+    A share of a window in it always travels, and says how much data this rank has left.
+    """
+
+    has_an_end = True
 
     def __init__(self, name: str, length: int | None, runs: Callable[[], Sequence[Run]] = list) -> None:
         """`runs` returns the runs that may be called in the loop, as far as this rank knows them."""
@@ -35,14 +42,8 @@ class Loop(LoopKnowledge):
         self.kept: dict[Run, Any] = {}  # keeps what a replay needs alive until the loop ends
         # Loops that were under way before it, and how many items they had had.
         self._around: dict[LoopKnowledge, int] = {}
-        self._exchanges: dict[Run, LoopExchange] = {}
-
-    def exchange(self, run: Run) -> LoopExchange:
-        """The exchange of one run in this loop."""
-        found = self._exchanges.get(run)
-        if found is None:
-            found = self._exchanges[run] = LoopExchange(run, self)
-        return found
+        self._num_changes: dict[Run, int] = {}  # of each run, at its first place in this loop
+        self._ended: set[Run] = set()  # those of which the others know that this rank has closed its last window
 
     def items(self, iterable: Iterable[T]) -> Iterator[T]:
         """The items of an iterable, counted.
@@ -58,15 +59,70 @@ class Loop(LoopKnowledge):
     def end(self) -> None:
         """The loop is over, or was left. What it knows of its runs goes now, and waits for no garbage collection."""
         LOOPS.discard(self)
-        for run in self._exchanges:
-            run.leave_loop()
-        self._exchanges.clear()
+        for run in self._num_changes:
+            run.exchange = OUTSIDE
+        self._num_changes.clear()
         self.kept.clear()
         self._around.clear()
 
     def expect_one_call(self, run: Run) -> None:
         """Declare that the run is called once for each item."""
         self.data.most[run] = 1
+
+    # -- the windows of its calls -----------------------------------------------------------------------------------
+
+    def begin(self, run: Run) -> None:
+        if run in self._ended:
+            raise GradSyncError(
+                f"The last item of {self.name} must have as many calls as the items before it, one, but another came "
+                "for it, when the first had closed the last window on all ranks. Make equally many calls for each "
+                "item, or call after the loop."
+            )
+        self._num_changes.setdefault(run, run.num_changes)
+        self.data.call(run)
+        if run not in self.called:
+            meet_at_first_call(self, run)
+
+    def is_last_call(self, run: Run) -> bool:
+        if self.is_in_lockstep:
+            ends = not any(share.left for share in hear_of_call(self, run, run.open_window.size))
+        else:
+            # With several runs, this rank cannot know whose window closes next: its last call closes none, and after
+            # its data it asks the others. If all have equally many items, each closes its own.
+            ends = not self.data.left(run) and (self.is_even or self.only_run is not None)
+        return ends and ends_with_data(run.terms.tail)
+
+    def plan(self, run: Run) -> None:
+        plan_calls(self, run)
+
+    def agree(self, run: Run) -> None:
+        """Nothing to do: the ranks compared their settings when they met."""
+
+    def send(self, run: Run) -> Sent:
+        if not self.data.left(run):
+            self._ended.add(run)
+        sent = run.open_window.team.tables.send(self._share(run).row())
+        if len(self.called) > 1:  # they are compared before gradients of different models meet
+            self.check_same(shares_in(sent))
+        return sent
+
+    def hear(self, run: Run, sent: Sent) -> list[Share]:
+        shares = shares_in(sent)
+        self.check_same(shares)
+        if any(share.left == ASKS for share in shares):
+            # A rank whose data has ended may have several windows open, and did not know which of them closes.
+            shares = shares_in(self.tell(self._share(run)))
+        self.shares = shares
+        return shares
+
+    def due(self, run: Run) -> Sequence[bool]:  # noqa: ARG002 - each run's
+        return [share.left >= 1 for share in self.shares]  # not where there is only PERHAPS another call
+
+    def _share(self, run: Run) -> Share:
+        """What this rank brings to the run's window, and what it says of its data."""
+        share = Share(number=float(run.number)) if run.window is None else Share.of_window(run.window)
+        changes = run.num_changes - self._num_changes.setdefault(run, run.num_changes)
+        return self.with_data(run, share._replace(changes=float(changes)))
 
     # -- after the data ---------------------------------------------------------------------------------------------
 
@@ -102,8 +158,8 @@ class Loop(LoopKnowledge):
         if only is not None:
             # To make a team is collective: after a change of models, the other ranks make it as they open their window.
             only.fitting_team()
-            mine = self.exchange(only).share(only.window)
-        sent = self.send(mine)
+            mine = self._share(only)
+        sent = self.tell(mine)
         run = self.run_to_close(shares_in(sent))
         if run is None:
             return None
@@ -133,4 +189,5 @@ class Loop(LoopKnowledge):
         return run, self._place(run, Role.MISSES)._replace(last=True)
 
     def _place(self, run: Run, role: Role) -> Place:
-        return run.stand_in(self.exchange(run), role)
+        self._num_changes.setdefault(run, run.num_changes)
+        return run.stand_in(self, role)

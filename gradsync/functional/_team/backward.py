@@ -58,7 +58,8 @@ class Order(NamedTuple):
 
     def complete(self) -> None:
         """After the backward: synchronise what it has not. Without one, synchronise all."""
-        wrong = _misuses(self.asked)
+        # Asked before the collectives, which overwrite what is looked at; raised after them.
+        wrong = [error for engine in self.asked if (error := engine.misuse()) is not None]
         for engine in (*self.armed, *self.after, *self.again):
             engine.drop_replayed()
         for engine in self.armed:
@@ -86,11 +87,6 @@ class Order(NamedTuple):
 
 
 HELD = Order()  # no engine synchronises
-
-
-def _misuses(engines: Sequence[Engine]) -> list[GradSyncError]:
-    """The engines' errors, asked before the collectives, which overwrite what is looked at, and raised after them."""
-    return [error for engine in engines if (error := engine.misuse()) is not None]
 
 
 RunBackward: TypeAlias = Callable[[torch.Tensor], object]

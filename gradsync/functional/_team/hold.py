@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from gradsync._state import SWITCHING
 from gradsync.engines import Engine
-
-
-class Holdable(Protocol):
-    """An engine, or anything else that can be held and restored."""
-
-    def hold(self) -> Any:
-        """Hold gradients back; returns what `restore` needs."""
-
-    def restore(self, found: Any) -> None:
-        """Undo `hold`."""
 
 
 class Hold:
@@ -31,7 +21,7 @@ class Hold:
 
     __slots__ = ("_found", "_pairs")
 
-    def __init__(self, engines: Sequence[Holdable], sync: str = "window") -> None:
+    def __init__(self, engines: Sequence[Engine | Bystanders], sync: str = "window") -> None:
         # "shard": gradients are reduced among the ranks of a shard group; the all-reduce across replicas is held.
         how = "hold_shards" if sync == "shard" else "hold"
         self._pairs = [(getattr(engine, how, engine.hold), engine.restore) for engine in engines]

@@ -73,7 +73,6 @@ def sync_gradients(*models: nn.Module) -> None:
     >>> gradsync.sync_gradients(model)
     """
     modules = check_modules(models, "sync_gradients")
-    require_group("sync_gradients")
     with WaitingFor(lambda: "sync_gradients"), named_range("gradsync.sync"):
         team = Team("sync_gradients", modules)
         for engine in team.engines:

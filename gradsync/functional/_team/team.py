@@ -62,6 +62,7 @@ class Team:
         self.parameters = list(dict.fromkeys([*(p for model in trained for p in model.parameters()), *mine]))
         self.in_models = {id(p) for model in trained for p in model.parameters()}
         self.ids = frozenset(map(id, self.parameters))
+        self.unowned = [p for p in self.parameters if id(p) not in ids] if optimizers else []
         self._insist_on_models(mine, set() if before is None else before.in_models)
         watching = [m for m in models if not any(m is one for one in stepped)]
         with WaitingFor(lambda: f"the first window of {name}, which makes the models equal"):
@@ -69,7 +70,6 @@ class Team:
         held = [p for m in watching for p in m.parameters() if id(p) not in self.ids]
         self._set_engines(engines, Bystanders(held, [one for one in find(watching) if one not in engines]), sync)
         self._models_then = ModelsAsTheyWere(models, optimizers, self.ids, emptied=self._emptied())
-        self.unowned = [p for p in self.parameters if id(p) not in ids] if optimizers else []
         self._flags = [*map(_FLAG, self.parameters)]
         self.has_sync_batchnorm = any(isinstance(m, nn.SyncBatchNorm) for model in models for m in model.modules())
 
@@ -106,7 +106,8 @@ class Team:
         self.spread: Mapping[int, Any] = {id(p): engine.shard_group for engine in pieces for p in engine.parameters}
         self.holds_inside = any(engine.holds_inside for engine in engines)
         moving = {id(p) for engine in engines if engine.swaps_storage for p in engine.parameters}
-        # Those whose gradient is the same object from one micro-batch to the next.
+        # Those that a watch looks at: not those without an optimizer, nor those whose gradient is another object later.
+        moving |= set(map(id, self.unowned))
         self.watchable = [parameter for parameter in self.parameters if id(parameter) not in moving]
         self._gathering = [engine for engine in (*engines, *bystanders.engines) if engine.holds_inside]
 
@@ -154,8 +155,7 @@ class Team:
         return what
 
     def _gathered(self) -> Mapping[Any, nn.Parameter]:
-        engines = self._gathering
-        return {tensor: own for one in engines for tensor, own in one.gathered.items()} if engines else {}
+        return {tensor: own for one in self._gathering for tensor, own in one.gathered.items()}
 
     def _emptied(self) -> set[nn.Module]:
         return {module for engine in self._gathering for module in engine.emptied}

@@ -7,9 +7,9 @@ gradients travel to the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeAlias
+from typing import Any
 
 from typing_extensions import Self
 
@@ -17,9 +17,8 @@ from gradsync._loss import SUMS
 from gradsync.engines import clarify
 from gradsync.functional._team.backward import HELD, Order
 from gradsync.functional._team.team import Team
-from gradsync.functional._window.buffers_at_close import BuffersAtClose
 from gradsync.functional._window.closing import Closing, factor_of
-from gradsync.functional._window.exchange import Exchange
+from gradsync.functional._window.exchange import Exchange, alike
 from gradsync.functional._window.share import Share
 from gradsync.functional._window.terms import Terms
 from gradsync.functional._window.window import Window
@@ -92,15 +91,16 @@ class Held:
 class Boundary(Held):
     """The last place of a window: the table leaves, gradients synchronise, buffers are made equal."""
 
-    def __init__(self, window: Window, order: Order, terms: Terms, exchange: Exchange, transport: Transport) -> None:
+    def __init__(self, run: Any, order: Order) -> None:
         # The table leaves before the backward; if engines synchronise twice (a static graph), between these.
-        super().__init__(window, order._replace(between=self._send) if order.again else order, terms)
-        self._exchange = exchange
-        self._transport = transport
+        super().__init__(run.open_window, order._replace(between=self._send) if order.again else order, run.terms)
+        self._run = run
+        self._transport: Transport = run.transport
         self._sent: Sent | None = None
         self._failed = False  # whether the backward did
         self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
-        self._buffers: BuffersAtClose | None = None  # None on one rank
+        self._due: Sequence[bool] = ()  # of which ranks a micro-batch was expected; empty on one rank
+        self._arrivals: Sequence[Callable[[], None]] = ()  # wait for buffers that left before the backward
 
     def __enter__(self) -> Self:
         with WaitingFor(self._window.what):
@@ -141,30 +141,45 @@ class Boundary(Held):
         window, team = self._window, self._window.team
         shares = self._hear()
         # One rank sends no table: in a loop, or with counts, its own share says all that the table would.
-        told = self._sent is not None or self._exchange.always_sends or window.kind == SUMS
+        told = self._sent is not None or self._run.always_sends or window.kind == SUMS
         factor = factor_of(shares, self._terms.tail)
         closing = Closing(tuple(shares), team.rank, factor, told, window.losses, window.count)
-        if self._buffers is not None:
-            self._buffers.share(self._hear)
+        if self._due:
+            self._make_buffers_equal()
         if not self._terms.skip or team.num_ranks == 1:
             return closing
         closing = closing._replace(failures=team.tables.send([float(window.failed or self._failed)]))
         return closing if self._transport.closes_before or not closing.has_failed else closing.without_factor()
 
     def _send(self) -> None:
-        window = self._window
+        window, run = self._window, self._run
         if window.team.num_ranks == 1:
             return
-        self._buffers = BuffersAtClose(window, self._exchange)
-        self._sent = window.heard if window.heard is not None else self._exchange.send(window)
+        self._due = run.exchange.due(run)
+        self._sent = window.heard if window.heard is not None else run.exchange.send(run)
         if self._transport.closes_before:
-            self._buffers.send(self._hear)
+            # This waits for the table only if rank 0 may have no micro-batch.
+            source = 0 if self._due[0] else self._source_of_buffers()
+            self._arrivals = [engine.send_buffers(source) for engine in window.active]
 
     def _hear(self) -> Sequence[Share]:
         """The shares of all ranks. Waits for tables, and for no backward."""
         if self._shares is None:
-            self._shares = self._exchange.shares(self._window, self._sent)
+            exchange: Exchange = self._run.exchange
+            self._shares = alike(self._window) if self._sent is None else exchange.hear(self._run, self._sent)
         return self._shares
 
+    def _make_buffers_equal(self) -> None:
+        """After the backward: send buffers, or wait for those that were sent before it."""
+        if self._transport.closes_before:
+            for arrive in self._arrivals:
+                arrive()
+        else:
+            source = self._source_of_buffers()
+            for engine in self._window.active:
+                engine.share_buffers(source)
 
-Passage: TypeAlias = Held | Boundary
+    def _source_of_buffers(self) -> int:
+        """The lowest rank that had a micro-batch, or was expected to: all ranks get its buffers."""
+        there = (rank for rank, share in enumerate(self._hear()) if share.num_calls or self._due[rank])
+        return next(there, 0)

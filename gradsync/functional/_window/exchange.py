@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import IN_WORDS, PLAIN, SUMS
 from gradsync.functional._window.share import Share, insist_on_one_size, shares_in
-from gradsync.functional._window.terms import Terms
 from gradsync.functional._window.window import Window
 from gradsync.ranks.lost import WaitingFor
 from gradsync.ranks.meet import agreed, insist, meet
@@ -16,43 +15,41 @@ from gradsync.ranks.tables import Sent
 
 
 class Exchange:
-    """How the ranks tell each other their shares of a window that closes.
+    """How the ranks tell each other their shares of the window of a run that closes.
 
     This is the exchange outside of loops, where all ranks make equally many calls. A table is sent only where shares
     may differ all the same: with `skip`, with counts, with a function for `steps`, in a window that a loop left open.
-    In `.over` and in `sync_every` over an iterable, that of `_loop/loop_exchange.py` takes its place.
+    In `.over` and in `sync_every` over an iterable, the `Loop` takes its place.
     """
 
     #: Whether this is a loop, whose data ends.
     has_an_end = False
 
-    def __init__(self, terms: Terms) -> None:
-        self._terms = terms
-        self.always_sends = bool(terms.skip) or callable(terms.steps)  # whether each window has a table
-
-    def begin(self) -> None:
+    def begin(self, run: Any) -> None:
         """Called when a call begins, before it opens a window."""
 
-    def is_last_call(self, window: Window) -> bool:  # noqa: ARG002 - for loops
+    def is_last_call(self, run: Any) -> bool:  # noqa: ARG002 - for loops
         """Whether the call that begins is the last of this rank's data, and closes its window."""
         return False
 
-    def plan(self, window: Window) -> None:
+    def plan(self, run: Any) -> None:
         """A window opens. If the ranks' forwards wait for each other, send its size: another size would hang them.
 
         `compare_sizes` reads the answer before the window's first backward.
         """
-        if window.team.lockstep and (window.team.is_new or callable(self._terms.steps)):
+        window: Window = run.open_window
+        if window.team.lockstep and (window.team.is_new or callable(run.terms.steps)):
             window.sizes = window.team.tables.send([float(window.size)])
 
-    def send(self, window: Window) -> Sent | None:
+    def send(self, run: Any) -> Sent | None:
         """Send this rank's share, without waiting; None where no table is needed.
 
         Raises if this rank ran another number of backwards than the window's size, on which the other ranks count.
         """
-        self.agree(window)
+        self.agree(run)
+        window: Window = run.open_window
         # Without lockstep, each rank's window has only its own micro-batches, and is full.
-        if self.always_sends or window.kind == SUMS or (window.was_in_loop and window.team.lockstep):
+        if run.always_sends or window.kind == SUMS or (window.was_in_loop and window.team.lockstep):
             return window.team.tables.send(Share.of_window(window).row())
         if window.kind != PLAIN and window.num_micro_batches != window.size:
             raise GradSyncError(
@@ -62,20 +59,22 @@ class Exchange:
             )
         return None
 
-    def shares(self, window: Window, sent: Sent | None) -> list[Share]:
-        """The shares of all ranks. Waits for the table, or for this rank's count on a device; never for a backward."""
-        return alike(window) if sent is None else shares_in(sent)
+    def hear(self, run: Any, sent: Sent) -> list[Share]:  # noqa: ARG002 - for loops
+        """The shares of all ranks. Waits for the table, and for no backward."""
+        return shares_in(sent)
 
-    def due(self) -> Sequence[bool]:
-        """For each rank, whether a micro-batch of it is expected in the window that closes. Empty: of every rank."""
-        return ()
+    def due(self, run: Any) -> Sequence[bool]:
+        """For each rank, whether a micro-batch of it is expected in the window that closes: not in a `flush`."""
+        window: Window = run.open_window
+        return [window.heard is None] * window.team.num_ranks
 
-    def agree(self, window: Window) -> None:
+    def agree(self, run: Any) -> None:
         """Before a team's first synchronisation, and when its kind of loss changes: compare what could hang ranks."""
+        window: Window = run.open_window
         team = window.team
-        if team.kind is not None and (self.always_sends or window.kind == team.kind):
+        if team.kind is not None and (run.always_sends or window.kind == team.kind):
             return
-        words = self._terms.in_words(window.number)
+        words = run.terms.in_words(window.number)
         scaler = "none" if window.scale is None else f"one of scale {float(window.scale.value)}"  # waits, once
         mine = {**words, "loss": window.kind, "scaler": scaler}
         said = meet(team.group, f"the first boundary of {team.name}", mine)
@@ -86,12 +85,7 @@ class Exchange:
         team.kind = max(one["loss"] for one in said) or None
 
 
-class Exchanges(Protocol):
-    """What `Run.start` needs of a loop."""
-
-    def exchange(self, run: Any) -> Exchange:
-        """The exchange of this run."""
-        ...
+OUTSIDE = Exchange()
 
 
 def compare_sizes(window: Window) -> None:
@@ -107,10 +101,10 @@ def compare_sizes(window: Window) -> None:
 
 
 def alike(window: Window) -> list[Share]:
-    """The shares of all ranks where each brings the same as this rank."""
+    """The shares of all ranks where each brings the same as this rank. Waits for its count on a device."""
     share = Share.of_window(window)
     if window.scale is not None:
         share = share._replace(scale=0.0)  # not read, because that would wait for the device
     if window.kind == SUMS:
-        share = share._replace(count=float(share.count))  # a count on a device is waited for once
+        share = share._replace(count=float(share.count))
     return [share] * window.team.num_ranks

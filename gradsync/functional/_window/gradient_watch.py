@@ -31,9 +31,8 @@ class GradientWatch:
 
     def watch(self, team: Team) -> None:
         """Watch the gradients of this team, except those of parameters that are in none of its optimizers."""
-        unowned = set(map(id, team.unowned))
         self.team, self._left = team, None
-        self._watched = [parameter for parameter in team.watchable if id(parameter) not in unowned]
+        self._watched = team.watchable
 
     def remember(self) -> None:
         """Called after a micro-batch."""

@@ -19,9 +19,9 @@ from gradsync.functional._team.hold import weightless
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.contexts import both, named_range
 from gradsync.functional._update.optimizers import owned
-from gradsync.functional._window.boundary import Boundary, Held, Passage, Transport
+from gradsync.functional._window.boundary import Boundary, Held, Transport
 from gradsync.functional._window.closing import Closing
-from gradsync.functional._window.exchange import Exchange, Exchanges, compare_sizes
+from gradsync.functional._window.exchange import OUTSIDE, Exchange, compare_sizes
 from gradsync.functional._window.place import RUNS, Place, Role
 from gradsync.functional._window.share import Share
 from gradsync.functional._window.terms import Terms, Who, window_size
@@ -55,8 +55,7 @@ class Run:
         self.who = Who()
         # How gradients travel; `overlap` and `compress` put another way here.
         self.transport = Transport()
-        self._alone = Exchange(terms)  # outside of loops
-        self._exchange = self._alone  # of the current place
+        self.exchange = OUTSIDE  # of the current place: a loop's, or that outside of loops
         ALL_RUNS[id(self)] = self
 
     @property
@@ -71,6 +70,11 @@ class Run:
         return 0 if self.window is None else self.window.index
 
     @property
+    def always_sends(self) -> bool:
+        """Whether each window has a table, where the current place is."""
+        return self.exchange.has_an_end or bool(self.terms.skip) or callable(self.terms.steps)
+
+    @property
     def num_dropped(self) -> int:
         """How many micro-batches were dropped."""
         return self._num_dropped + (0 if self.window is None else self.window.num_dropped)
@@ -83,22 +87,19 @@ class Run:
     def compare_too(self, words: Mapping[str, Any]) -> None:
         """Have the ranks compare these words, too, wherever they compare settings."""
         self.terms = replace(self.terms, words={**self.terms.words, **words})
-        self._alone = Exchange(self.terms)
 
     # -- a micro-batch ----------------------------------------------------------------------------------------------
 
-    def start(self, who: Who, loop: Exchanges | None = None) -> Place:
+    def start(self, who: Who, loop: Exchange | None = None) -> Place:
         """A call begins: returns its place. Opens a window if none is open."""
         if torch.is_inference_mode_enabled():
             raise no_gradient("this runs under torch.inference_mode()")
         goes_on = self.window is not None
         self.who = who
-        self._exchange = exchange = self._alone if loop is None else loop.exchange(self)
-        exchange.begin()
-        window = self.window or self._opened()
-        if loop is not None:
-            window.was_in_loop = True
-        last = exchange.is_last_call(window) or window.index + 1 >= window.size
+        self.exchange = exchange = OUTSIDE if loop is None else loop
+        exchange.begin(self)
+        window = self._window_of_place()
+        last = exchange.is_last_call(self) or window.index + 1 >= window.size
         place = Place(window.number, window.index, window.size, last)
         if goes_on and window.team.holds_inside:
             self.insist_on_same(place)  # a forward of other parameters could wait for the other ranks, or fail
@@ -116,11 +117,10 @@ class Run:
         else:
             team.check_trainable(self.name)
 
-    def stand_in(self, exchange: Exchange, role: Role) -> Place:
+    def stand_in(self, loop: Exchange, role: Role) -> Place:
         """The place of this rank in a window of the other ranks, after its own data has ended."""
-        self._exchange = exchange
-        window = self.window or self._opened()
-        window.was_in_loop = True
+        self.exchange = loop
+        window = self._window_of_place()
         return Place(window.number, window.index, window.size, last=False, role=role)
 
     def holding(self, place: Place) -> AbstractContextManager[Any]:
@@ -147,8 +147,7 @@ class Run:
         An exception of a type in `skip` is not raised, unless a forward communicates; it drops the window on all ranks.
         The gradients of a replay weigh nothing.
         """
-        window = self.window
-        assert window is not None, "a place has been started"
+        window = self.open_window
         tensor, seed = check_loss(loss), None
         if place.role is RUNS:
             self.insist_on_same(place)
@@ -160,7 +159,7 @@ class Run:
             backward(tensor, passage.order, seed, run)
         return passage.closing
 
-    def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Passage:
+    def begin(self, place: Place, loss: torch.Tensor | LossSum) -> Held:
         """For a backward that the caller runs by itself: a context manager around it.
 
         `loss` is that of the whole micro-batch. Inside, the caller arms the engines of `order.armed` and runs the
@@ -170,14 +169,13 @@ class Run:
         self.open_window.add(loss)
         return self.passage(place)
 
-    def passage(self, place: Place, order: Order | None = None) -> Passage:
+    def passage(self, place: Place, order: Order | None = None) -> Held:
         """What synchronises in a backward of this place, as a rule in its own order: a context manager around it."""
-        window = self.window
-        assert window is not None, "a place has been started"
+        window = self.open_window
         if order is None:
             order = self._order(window, place)
         if place.last:
-            return Boundary(window, order, self.terms, self._exchange, self.transport)
+            return Boundary(self, order)
         return Held(window, order, self.terms)
 
     def miss(self, place: Place) -> Closing | None:
@@ -193,7 +191,7 @@ class Run:
 
     def drop(self, place: Place) -> Closing | None:
         """Drop the micro-batch of this place: its call counts, and it adds nothing to the mean."""
-        if not self._exchange.always_sends:
+        if not self.always_sends:
             raise GradSyncError(
                 f"To drop a micro-batch, {self.name} needs a table in each window, from which the other ranks hear of "
                 "it, but there is none. Say so beforehand, Terms(..., skip=(...)), or make the calls in a Loop."
@@ -246,10 +244,6 @@ class Run:
         self._num_dropped = self.num_dropped
         self.window = None
 
-    def leave_loop(self) -> None:
-        """The loop that it was called in is over: let go of it."""
-        self._exchange = self._alone
-
     def discard(self) -> None:
         """Discard the open window and its gradients, those inside engines too."""
         if self.window is not None:
@@ -269,7 +263,7 @@ class Run:
 
     def flush_agreed(self) -> Closing | None:
         """Close the window that is open on any rank, as all ranks have agreed to."""
-        self._exchange = self._alone
+        self.exchange = OUTSIDE
         team = self.fitting_team()
         window = self.window or self.open(team)
         window.heard = team.tables.send(Share.of_window(window).row())
@@ -285,10 +279,13 @@ class Run:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _opened(self) -> Window:
-        """A window that is opened for the place that begins."""
-        window = self.open(self.fitting_team())
-        self._exchange.plan(window)
+    def _window_of_place(self) -> Window:
+        """The window of the place that begins. It is opened if none is open."""
+        window = self.window
+        if window is None:
+            window = self.open(self.fitting_team())
+            self.exchange.plan(self)
+        window.was_in_loop = window.was_in_loop or self.exchange.has_an_end
         return window
 
     def _without_backward(self, place: Place) -> Closing | None:
@@ -307,10 +304,10 @@ class Run:
             order = Order.of_boundary(window.active, window.size, window.asked)
             return order if place.role is RUNS else order.of_replay()
         # In a loop ranks run out at different times. Only the boundary is sure to find them all: "each" waits for it.
-        exchange, team = self._exchange, window.team
+        exchange, team = self.exchange, window.team
         if self.terms.sync == "each" and (not exchange.has_an_end or team.num_ranks == 1 or team.lockstep):
             if team.num_ranks > 1:
-                exchange.agree(window)  # a rank with another sync would wait at its boundary
+                exchange.agree(self)  # a rank with another sync would wait at its boundary
             return Order.of_boundary(window.active, 1, window.asked)
         for engine in window.active:  # asked in each micro-batch, where a comprehension would cost more
             if engine.owes_first:

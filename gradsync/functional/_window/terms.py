@@ -17,12 +17,6 @@ Steps: TypeAlias = int | Callable[[int], int]
 """How many micro-batches a window has: a number, or a function of the window's number."""
 
 
-def check_steps(steps: object) -> None:
-    """Raise unless `steps` can say how long a window is."""
-    if not callable(steps):
-        _check_size(steps, "steps")
-
-
 def window_size(steps: Steps, window: int) -> int:
     """How many micro-batches window number `window` is planned to have.
 
@@ -106,7 +100,8 @@ class Terms:
     keeps_losses: bool = True
 
     def __post_init__(self) -> None:
-        check_steps(self.steps)
+        if not callable(self.steps):
+            _check_size(self.steps, "steps")
         for name, allowed in (("tail", Tail), ("sync", Sync), ("repeats", _Repeats)):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, but it is {getattr(self, name)!r}.")
