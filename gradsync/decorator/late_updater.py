@@ -7,7 +7,7 @@ of the next window they land: the call then makes the true update, and calls `on
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -44,12 +44,10 @@ _NUM_TRAVELLING = "_gradsync_travelling"
 class _Leg:
     """A closed window whose gradients travel, and what its update needs."""
 
-    what: Callable[[], str]  # what this rank waits for, in words
+    window: Window
+    closing: Closing
     flights: Sequence[Flight]
     ddps: Sequence[DistributedDataParallel]
-    team: Team
-    factor: float  # of the engines' average
-    closing: Closing
     in_flight: InFlight = field(init=False)  # once it has departed
 
 
@@ -77,7 +75,7 @@ class LateUpdater(Updater, Transport):
     def ids(self) -> frozenset[int]:
         """The ids of the parameters that gradients travel to."""
         legs = [*self._legs, self._departing] if self._departing is not None else self._legs
-        return frozenset().union(*(leg.team.ids for leg in legs))
+        return frozenset().union(*(leg.window.team.ids for leg in legs))
 
     def check(self, team: Team) -> None:
         """Raise on every rank if gradients cannot travel. Asked when a window opens."""
@@ -142,8 +140,8 @@ class LateUpdater(Updater, Transport):
 
     def close(self, closing: Closing) -> None:
         """The gradients of the window have departed: land earlier ones, and make a provisional update."""
-        window, team = self.run.open_window, self.run.open_window.team
-        if team.num_ranks == 1:
+        window = self.run.open_window
+        if window.team.num_ranks == 1:
             super().close(closing)
             return
         if closing.factor is None:
@@ -154,7 +152,7 @@ class LateUpdater(Updater, Transport):
             finally:
                 self.reporter.note_skipped(closing)
             return
-        self._departing = _Leg(window.what, self._flights, self._ddps, team, closing.factor, closing)
+        self._departing = _Leg(window, closing, self._flights, self._ddps)
         self._flights, self._ddps = (), ()
         TRAVELLING.add(self)
         self.run.close()
@@ -214,14 +212,14 @@ class LateUpdater(Updater, Transport):
             leg = self._legs[0]
             in_flight, arrived = leg.in_flight, False
             try:
-                with WaitingFor(leg.what):
+                with WaitingFor(leg.window.what):
                     failed = leg.closing.has_failed
                     with landing(in_flight), stepping():
                         arrived = True
                         self._arrived(leg)
                         if not failed:
                             self.run.count(-1)
-                            self.step(leg.team, leg.factor, leg.closing, partial(self.run.count, 1))
+                            self.step(leg.window, leg.closing, partial(self.run.count, 1))
             finally:
                 if arrived:
                     _count(leg.ddps, -1)
