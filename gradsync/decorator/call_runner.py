@@ -95,7 +95,8 @@ class CallRunner:
 
     def __enter__(self) -> None:
         """Around one place. An error discards the open window; else `on_update` is called, if there was an update."""
-        self.is_running, self.reporter.now.stepped = True, False
+        self.is_running = True
+        self.reporter.begin()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.is_running = False

@@ -18,7 +18,7 @@ from gradsync._state import TRAVELLING
 from gradsync._step_hook import stepping
 from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
-from gradsync.decorator.updater import Updater
+from gradsync.decorator.updater import NO_UPDATE, Updater
 from gradsync.functional import Closing, Run, Team, Transport, Window, bare_optimizer, window_size
 from gradsync.overlap import (
     Flight,
@@ -150,7 +150,7 @@ class LateUpdater(Updater, Transport):
             try:
                 self._land()
             finally:
-                self.reporter.note_skipped(closing)
+                self.reporter.note(NO_UPDATE, closing)
             return
         self._departing = _Leg(window, closing, self._flights, self._ddps)
         self._flights, self._ddps = (), ()
@@ -230,9 +230,8 @@ class LateUpdater(Updater, Transport):
                 else:
                     self.go_back()
             if failed:
-                self.reporter.note_skipped(leg.closing)
-            else:
-                self.reporter.call_on_update()
+                self.reporter.note(NO_UPDATE, leg.closing)
+            self.reporter.call_on_update()
 
     def _arrived(self, leg: _Leg) -> None:
         self._legs.remove(leg)

@@ -13,7 +13,7 @@ from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
 from gradsync.functional import Closing, Run, Update, Window, update
 
-_NO_UPDATE = Update(stepped=False, grad_norm=None)
+NO_UPDATE = Update(stepped=False, grad_norm=None)
 
 
 class Updater:
@@ -34,7 +34,7 @@ class Updater:
     def close(self, closing: Closing) -> None:
         """After the open window has synchronised: make its update, if it gets one, and close it."""
         if closing.factor is None:
-            self.reporter.note(_NO_UPDATE, closing)
+            self.reporter.note(NO_UPDATE, closing)
             self.run.close()
         else:
             self.step(self.run.open_window, closing, self.run.close)
