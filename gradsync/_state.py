@@ -29,8 +29,8 @@ WIRES: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any, Any]] = weakref.Weak
 """A DDP's reducer's parameters, their nodes in autograd's graph, where its hooks are (copies must not have them), and
 their layouts."""
 
-TRAVELLING: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The windows whose gradients travel (`overlap`). Before another window uses their parameters, they `settle`."""
+LATE: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Whose gradients may travel (`overlap`). Before another window uses their parameters, they `settle`."""
 
 ALL_RUNS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The runs of all functions and loops, by id. A parameter can be in the open window of one of them only."""
