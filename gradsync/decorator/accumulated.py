@@ -48,20 +48,16 @@ class Accumulated(Generic[P, R_co]):
         ) -> Accumulated[Q, R_co]: ...
         def __get__(self, instance: Any, owner: Any = None, /) -> Any: ...
 
-    @property
-    def _instance(self) -> object:
-        return None
-
     def over(self, iterable: Iterable[T]) -> Over[T]:
         """The iterable again, sized if it was; where it ends, the window closes, unless `tail` is "carry".
 
         Ranks may hold different numbers of items. What reads ahead goes inside: `step.over(prefetch(loader))`.
         """
-        return (Over if length(iterable) is None else SizedOver)(iterable, self._windows, self._instance)
+        return (Over if length(iterable) is None else SizedOver)(iterable, self._windows)
 
     def flush(self) -> None:
         """Close the open windows now. Collective: every rank calls it, after the same number of closed windows."""
-        self._windows.flush(self._instance)
+        self._windows.flush()
 
     def settle(self) -> None:
         """With `overlap`: wait for gradients that still travel, and make their update. Not collective."""
@@ -142,14 +138,11 @@ class _AccumulatedMethod(Accumulated[P, R_co], _BoundWrapper):  # type: ignore[m
 
     @property
     def _windows(self) -> WindowsOfFunction:
-        return self._self_parent._self_windows.of(self._instance)  # type: ignore[no-any-return]
-
-    @property
-    def _instance(self) -> object:
+        instance = self._self_instance
         # What wrapt hands to a call: the class of a classmethod, and nothing of a staticmethod.
         if self._self_binding in {"classmethod", "staticmethod"}:
-            return getattr(self.__wrapped__, "__self__", None)
-        return self._self_instance
+            instance = getattr(self.__wrapped__, "__self__", None)
+        return self._self_parent._self_windows.of(instance)  # type: ignore[no-any-return]
 
     # A bound method is copied and pickled like Python's own: the instance, and the name of the method. What is taken
     # from the class is a function.
@@ -176,10 +169,9 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
         bound = inspect.ismethod(function)  # a bound method was decorated: only wrapt knows its instance
 
         def call(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            own = None if bound else instance
-            windows = all_windows.of(own)
+            windows = all_windows if bound else all_windows.of(instance)
             loop = loop_of_call(windows) if windows.loops or windows.read_ahead else None
-            return windows.call((wrapped, args, kwargs), own, loop)
+            return windows.call((wrapped, args, kwargs), loop)
 
         super().__init__(function, call)
         self._self_windows = all_windows

@@ -26,12 +26,12 @@ from gradsync.ranks.lost import WaitingFor
 class CallRunner:
     """Runs the calls of one (function, instance, optimizers), window by window, until one of the optimizers is gone."""
 
-    def __init__(self, name: str, number: int, settings: Settings, instance: object) -> None:
+    def __init__(self, name: str, number: int, settings: Settings, instance: Callable[[], object]) -> None:
         self.number = number  # among the runners of the function
         self.run = Run(name, settings.terms(), number)
         self.thread: int | None = None  # of the last call
         self.body = SkippableBody(self.run)
-        self.reporter = Reporter(self.run, settings.on_update, reference(instance))
+        self.reporter = Reporter(self.run, settings.on_update, instance)
         if settings.compress is not None and not settings.overlap:  # overlap compresses by itself
             self.run.transport = Compressed()
         self.updater = (LateUpdater if settings.overlap else Updater)(self.run, settings, self.reporter)

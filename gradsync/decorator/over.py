@@ -29,26 +29,24 @@ class Over(Generic[T]):
 
         def __len__(self) -> int: ...
 
-    def __init__(self, iterable: Iterable[T], windows: WindowsOfFunction, instance: object) -> None:
+    def __init__(self, iterable: Iterable[T], windows: WindowsOfFunction) -> None:
         # Nested `.over`s share one loop: with two, the outer loop would end the inner loop too soon.
-        self._iterable: Iterable[T] = iterable
-        # An instance lives as long as its loop.
-        self._decorated: list[tuple[WindowsOfFunction, object]] = [(windows, instance)]
-        if isinstance(iterable, Over):
-            self._iterable, self._decorated = iterable._iterable, [*iterable._decorated, (windows, instance)]
+        inner = iterable if isinstance(iterable, Over) else None
+        self._iterable: Iterable[T] = iterable if inner is None else inner._iterable
+        self._decorated: list[WindowsOfFunction] = [windows] if inner is None else [*inner._decorated, windows]
+        self._instances = [windows.instance() for windows in self._decorated]  # they live as long as their loop
 
     def __iter__(self) -> Iterator[T]:
-        decorated = [*self._decorated]
-        all_windows = [windows for windows, _ in decorated]
+        all_windows, in_loop = self._decorated, [*self._decorated]
         loop = Loop(
             f"{all_windows[0].name}.over",
             length(self._iterable),
-            lambda: [run for windows, instance in decorated for run in windows.runs(instance)],
+            lambda: [run for windows in in_loop for run in windows.runs()],
         )
         with ExitStack() as stack:
-            # The loop may be referenced longer than its data and its instances are needed.
+            # The loop may be referenced longer than its data and its windows are needed.
             stack.callback(loop.end)
-            stack.callback(decorated.clear)
+            stack.callback(in_loop.clear)
             for position, windows in enumerate(all_windows):
                 stack.enter_context(_running(windows, loop, position))
             drawn: Sequence[CodeType] = ()

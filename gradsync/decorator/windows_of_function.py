@@ -15,7 +15,7 @@ from torch import nn
 from gradsync._errors import GradSyncError
 from gradsync.decorator.call_runner import CallRunner
 from gradsync.decorator.checkpoint import VERSION, check, load, progress_in, save, windows_in, without_window
-from gradsync.decorator.participants import Call, participants_of
+from gradsync.decorator.participants import Call, participants_of, reference
 from gradsync.decorator.progress import Progress
 from gradsync.decorator.settings import Settings
 from gradsync.engines import find
@@ -34,10 +34,13 @@ class WindowsOfFunction:
     optimizers; it is dropped when one of these is gone.
     """
 
-    def __init__(self, name: str, settings: Settings, place: tuple[str, int], order: Iterator[int]) -> None:
+    def __init__(
+        self, name: str, settings: Settings, place: tuple[str, int], order: Iterator[int], instance: object = None
+    ) -> None:
         """`place` is the function's file and line, for warnings. `order` numbers the runners of all instances."""
         self.name = name
         self.settings = settings
+        self.instance = reference(instance)
         self.loops: dict[int, Loop] = {}  # by thread: the loop that runs in it
         self.read_ahead: dict[int, Loop] = {}  # by thread: a loop that has ended with items without a call
         self.position = 0  # among the functions of nested `.over`s
@@ -57,21 +60,21 @@ class WindowsOfFunction:
             return self
         own = self._of.get(id(instance))
         if own is None:
-            made = WindowsOfFunction(self.name, self.settings, self._place, self._order)
+            made = WindowsOfFunction(self.name, self.settings, self._place, self._order, instance)
             own = self._of.setdefault(id(instance), made)  # another thread may have made it meanwhile
             if own is made:
                 with suppress(TypeError):
                     weakref.finalize(instance, _weakly(self._forget), id(instance)).atexit = False
         return own
 
-    def call(self, call: Call, instance: object, loop: Loop | None) -> Any:
+    def call(self, call: Call, loop: Loop | None) -> Any:
         """One micro-batch, in a loop or not."""
         runner, settings = self._latest, self.settings
         _, args, kwargs = call
-        found = settings.find(instance, args, kwargs)
+        found = settings.find(self.instance(), args, kwargs)
         if runner is None or not runner.has(found):
             settings.refuse_defaults(call, self.name)
-            runner = self._find(instance, found, [*args, *kwargs.values()])
+            runner = self._find(found, [*args, *kwargs.values()])
         if runner.run.window is None:
             settings.refuse_hidden(found, args, kwargs, self.name)
         return runner.run_call(call, loop)
@@ -82,9 +85,9 @@ class WindowsOfFunction:
         """Those whose last call was in this thread, or that have had none."""
         return [runner for runner in self.every if runner.thread in {None, get_ident()}]
 
-    def runs(self, instance: object) -> list[Run]:
+    def runs(self) -> list[Run]:
         """The runs that a loop in this thread may call, in the order of their first call."""
-        self._find_known(instance)
+        self._find_known()
         return [runner.run for runner in self.of_this_thread()]
 
     def number_runs(self) -> None:
@@ -92,10 +95,10 @@ class WindowsOfFunction:
         for runner in self.every:
             runner.run.key = runner.number * _MOST_NESTED + self.position
 
-    def flush(self, instance: object) -> None:
+    def flush(self) -> None:
         """Close all open windows."""
         self._end_what_was_left("flush()")
-        self._find_known(instance)
+        self._find_known()
         if not self.every:
             waiting = sum(state["index"] for state in self._loaded)
             if waiting:
@@ -180,13 +183,13 @@ class WindowsOfFunction:
 
     # -- the windows of a call --------------------------------------------------------------------------------------
 
-    def _find(self, instance: object, found: Sequence[object], came: Sequence[object] = ()) -> CallRunner:
-        participants = participants_of(found, came, self.name, is_method=instance is not None)
+    def _find(self, found: Sequence[object], came: Sequence[object] = ()) -> CallRunner:
+        participants = participants_of(found, came, self.name, is_method=self.instance() is not None)
         optimizers = [*participants.optimizers]
         runner = next((one for one in self.every if one.run.who.optimizers == optimizers), None)
         if runner is None:
             self._drop_cut_off(participants.models)
-            runner = CallRunner(self.name, next(self._order), self.settings, instance)
+            runner = CallRunner(self.name, next(self._order), self.settings, self.instance)
             runner.ends = [weakref.ref(optimizer, _weakly(self._drop)) for optimizer in optimizers]
         runner.bind(participants, found)
         if runner not in self.every:
@@ -199,10 +202,10 @@ class WindowsOfFunction:
         self._latest = runner  # only now: as long as the state does not fit, each call says so
         return runner
 
-    def _find_known(self, instance: object) -> None:
+    def _find_known(self) -> None:
         """If there are no windows, and the keywords name the participants, make the windows of those."""
         if not self.every and self.settings.known():
-            self._find(instance, self.settings.find(None, (), {}))
+            self._find(self.settings.find(None, (), {}))
 
     # -- the end of windows -----------------------------------------------------------------------------------------
 
