@@ -38,8 +38,8 @@ ALL_RUNS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 LOOPS: weakref.WeakSet[Any] = weakref.WeakSet()
 """The loops that are under way, of all functions: in one at a time, ranks may have different numbers of items."""
 
-FUNCTIONS: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The windows of each decorated function: as the program ends, those still open are warned about."""
+RUNNERS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those of all decorated functions: as the program ends, windows that are still open are warned about."""
 
 STEPPING: list[int] = []
 """The threads in which gradsync itself steps an optimizer, perhaps for another function whose gradients landed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import inspect
 import itertools
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, TypeVar, overload
 import wrapt
 from typing_extensions import ParamSpec, Self
 
-from gradsync._state import FUNCTIONS
 from gradsync.decorator.over import Over, SizedOver, loop_of_call
 from gradsync.decorator.progress import Progress
 from gradsync.decorator.settings import Settings
@@ -175,12 +173,6 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
 
         super().__init__(function, call)
         self._self_windows = all_windows
-        FUNCTIONS.add(all_windows)
-
-    # Not `weakref.finalize`: that would hold the windows until the function ends, and with them `on_update`, which may
-    # refer to the function. They would keep each other alive, and the model.
-    def __del__(self) -> None:
-        self._self_windows.warn_if_open()
 
     @property
     def _windows(self) -> WindowsOfFunction:
@@ -196,9 +188,3 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
         # A bound method is copied with its instance, like Python's own, and so are the models that were named.
         settings = copy.deepcopy(self._windows.settings, memo)
         return AccumulatedFunction(copy.deepcopy(self.__wrapped__, memo), settings)
-
-
-@atexit.register
-def _warn_of_open_windows() -> None:
-    for all_windows in list(FUNCTIONS):
-        all_windows.warn_if_open()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
@@ -11,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
+from gradsync._state import RUNNERS
 from gradsync._step_hook import watch_steps
 from gradsync.decorator.body import Replay, SkippableBody
 from gradsync.decorator.late_updater import LateUpdater
@@ -19,6 +23,7 @@ from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
 from gradsync.decorator.updater import Updater
 from gradsync.functional import Closing, InParts, Loop, Place, Role, Run, Who, check_steppable, detach, owned
+from gradsync.overlap import LEFT
 from gradsync.overlap.compress_of_bare import Compressed
 from gradsync.ranks.lost import WaitingFor
 
@@ -26,8 +31,11 @@ from gradsync.ranks.lost import WaitingFor
 class CallRunner:
     """Runs the calls of one (function, instance, optimizers), window by window, until one of the optimizers is gone."""
 
-    def __init__(self, name: str, number: int, settings: Settings, instance: Callable[[], object]) -> None:
+    def __init__(
+        self, name: str, number: int, settings: Settings, instance: Callable[[], object], place: tuple[str, int]
+    ) -> None:
         self.number = number  # among the runners of the function
+        self._place = place  # the function's file and line, for warnings
         self.run = Run(name, settings.terms(), number)
         self.thread: int | None = None  # of the last call
         self.body = SkippableBody(self.run)
@@ -41,6 +49,7 @@ class CallRunner:
         self.ends: list[weakref.ref[Any]] = []  # their callbacks tell that an optimizer is gone
         self.is_running = False
         watch_steps(self)
+        RUNNERS.add(self)
 
     # -- participants -----------------------------------------------------------------------------------------------
 
@@ -209,3 +218,33 @@ class CallRunner:
         self.updater.go_back()
         self.run.discard()
         self.body.forget()
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def __del__(self) -> None:
+        self.warn_if_open()
+
+    def warn_if_open(self) -> None:
+        """Called at the end of the function, the instance, an optimizer or the program."""
+        name, window = self.run.name, self.run.window
+        if self.updater.abandon():
+            self._warn(LEFT.format(what=name))
+        if window is None or not window.index:
+            return
+        self.run.abandon()
+        if not window.is_warned_of:
+            self._warn(
+                f"{name} ended with a window open: {window.index} of {self.reporter.now.size} micro-batches were "
+                f"accumulated and never used. Iterate with {name}.over(...), or call {name}.flush() when the data ends."
+            )
+
+    def _warn(self, text: str) -> None:
+        # No warning after an error that ended the program; in a notebook, an error ends a cell only.
+        if getattr(sys, "last_value", None) is None or hasattr(sys, "ps1"):
+            warnings.warn_explicit(text, RuntimeWarning, *self._place)
+
+
+@atexit.register
+def _warn_of_open_windows() -> None:
+    for runner in list(RUNNERS):
+        runner.warn_if_open()

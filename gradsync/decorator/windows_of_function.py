@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,7 +18,6 @@ from gradsync.decorator.progress import Progress
 from gradsync.decorator.settings import Settings
 from gradsync.engines import find
 from gradsync.functional import Loop, Run, Who, discard
-from gradsync.overlap import LEFT
 from gradsync.ranks.meet import no_item_here
 
 # Functions in nested `.over`s. A run's key is its runner's number times this, plus its function's position.
@@ -189,7 +186,7 @@ class WindowsOfFunction:
         runner = next((one for one in self.every if one.run.who.optimizers == optimizers), None)
         if runner is None:
             self._drop_cut_off(participants.models)
-            runner = CallRunner(self.name, next(self._order), self.settings, self.instance)
+            runner = CallRunner(self.name, next(self._order), self.settings, self.instance, self._place)
             runner.ends = [weakref.ref(optimizer, _weakly(self._drop)) for optimizer in optimizers]
         runner.bind(participants, found)
         if runner not in self.every:
@@ -209,48 +206,18 @@ class WindowsOfFunction:
 
     # -- the end of windows -----------------------------------------------------------------------------------------
 
-    def warn_if_open(self) -> None:
-        """Called at the end of the instance, the function or the program."""
-        for runner in self.every:
-            self._warn_if_open(runner)
-        for own in [*self._of.values()]:
-            own.warn_if_open()
-
     def _forget(self, key: int) -> None:
         """An instance is gone; another instance may get its id."""
-        self._of.pop(key).warn_if_open()  # which may raise, where warnings are errors
+        del self._of[key]
 
     def _drop(self, end: weakref.ref[Any]) -> None:
         """An optimizer is gone: drop its windows."""
-        gone = [runner for runner in self.every if end in runner.ends]
-        self.every = [runner for runner in self.every if end not in runner.ends]
-        for runner in gone:
+        for runner in [runner for runner in self.every if end in runner.ends]:
+            self.every.remove(runner)
             if runner.run.index:
                 self._cut_off.append(runner.run.who)
             if runner is self._latest:
                 self._latest, self._last = None, runner.reporter.progress
-        for runner in gone:
-            self._warn_if_open(runner)  # which may raise, where warnings are errors
-
-    def _warn_if_open(self, runner: CallRunner) -> None:
-        run = runner.run
-        if runner.updater.abandon():
-            self._warn(LEFT.format(what=self.name))
-        window = run.window
-        if window is None or not window.index:
-            return
-        run.abandon()
-        if not window.is_warned_of:
-            self._warn(
-                f"{self.name} ended with a window open: {window.index} of {runner.reporter.now.size} "
-                f"micro-batches were accumulated and never used. Iterate with {self.name}.over(...), or call "
-                f"{self.name}.flush() when the data ends."
-            )
-
-    def _warn(self, text: str) -> None:
-        # No warning after an error that ended the program; in a notebook, an error ends a cell only.
-        if getattr(sys, "last_value", None) is None or hasattr(sys, "ps1"):
-            warnings.warn_explicit(text, RuntimeWarning, *self._place)
 
     def _drop_cut_off(self, models: Sequence[nn.Module]) -> None:
         """An optimizer is new: drop open windows of `models` whose optimizer it replaces, and raise if there are any.
