@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, TypeVar, overload
@@ -163,7 +162,7 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
         place = (code.co_filename, code.co_firstlineno) if code is not None else ("gradsync", 0)
         inner = function.func if isinstance(function, partial) else function
         name = getattr(inner, "__qualname__", type(inner).__qualname__).rpartition("<locals>.")[2]
-        all_windows = WindowsOfFunction(name, settings, place, itertools.count())
+        all_windows = WindowsOfFunction(name, settings, place)
         bound = inspect.ismethod(function)  # a bound method was decorated: only wrapt knows its instance
 
         def call(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

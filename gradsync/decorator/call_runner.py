@@ -34,7 +34,7 @@ class CallRunner:
     def __init__(
         self, name: str, number: int, settings: Settings, instance: Callable[[], object], place: tuple[str, int]
     ) -> None:
-        self.number = number  # among the runners of the function
+        self.number = number  # among the runners of the function, or of the instance
         self._place = place  # the function's file and line, for warnings
         self.run = Run(name, settings.terms(), number)
         self.thread: int | None = None  # of the last call

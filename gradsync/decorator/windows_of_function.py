@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import get_ident
 from typing import Any
@@ -31,10 +32,8 @@ class WindowsOfFunction:
     optimizers; it is dropped when one of these is gone.
     """
 
-    def __init__(
-        self, name: str, settings: Settings, place: tuple[str, int], order: Iterator[int], instance: object = None
-    ) -> None:
-        """`place` is the function's file and line, for warnings. `order` numbers the runners of all instances."""
+    def __init__(self, name: str, settings: Settings, place: tuple[str, int], instance: object = None) -> None:
+        """`place` is the function's file and line, for warnings."""
         self.name = name
         self.settings = settings
         self.instance = reference(instance)
@@ -42,7 +41,7 @@ class WindowsOfFunction:
         self.read_ahead: dict[int, Loop] = {}  # by thread: a loop that has ended with items without a call
         self.position = 0  # among the functions of nested `.over`s
         self._place = place
-        self._order = order
+        self._numbers = itertools.count()  # of the runners
         self._of: dict[int, WindowsOfFunction] = {}  # those of a method, by the id of its instance
         self.every: list[CallRunner] = []  # in the order of their first call
         self._latest: CallRunner | None = None
@@ -57,7 +56,7 @@ class WindowsOfFunction:
             return self
         own = self._of.get(id(instance))
         if own is None:
-            made = WindowsOfFunction(self.name, self.settings, self._place, self._order, instance)
+            made = WindowsOfFunction(self.name, self.settings, self._place, instance)
             own = self._of.setdefault(id(instance), made)  # another thread may have made it meanwhile
             if own is made:
                 with suppress(TypeError):
@@ -186,7 +185,7 @@ class WindowsOfFunction:
         runner = next((one for one in self.every if one.run.who.optimizers == optimizers), None)
         if runner is None:
             self._drop_cut_off(participants.models)
-            runner = CallRunner(self.name, next(self._order), self.settings, self.instance, self._place)
+            runner = CallRunner(self.name, next(self._numbers), self.settings, self.instance, self._place)
             runner.ends = [weakref.ref(optimizer, _weakly(self._drop)) for optimizer in optimizers]
         runner.bind(participants, found)
         if runner not in self.every:
