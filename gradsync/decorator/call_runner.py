@@ -195,6 +195,7 @@ class CallRunner:
         with self:
             self.reporter.now.size = place.size
             self._end_place(self._run_again(place) if place.role is Role.REPEATS else self.run.miss(place))
+        self.land_before_boundary()
 
     def land_before_boundary(self) -> None:
         """This rank's data has ended: land the gradients that the others land before their next boundary."""

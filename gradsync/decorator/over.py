@@ -106,18 +106,13 @@ def _leave(loop: Loop, all_windows: Sequence[WindowsOfFunction]) -> None:
 
 
 def _take_part_in_the_rest(loop: Loop, all_windows: Sequence[WindowsOfFunction]) -> None:
-    """After this rank's data has ended. What other ranks land before their next boundary lands before it here."""
-    _land_before_boundary(all_windows)
-    for run, place in loop.rest():
-        next(one for windows in all_windows for one in windows.every if one.run is run).take_part(place)
-        _land_before_boundary(all_windows)
-    for windows in all_windows:
-        windows.settle()
-
-
-def _land_before_boundary(all_windows: Sequence[WindowsOfFunction]) -> None:
+    """After this rank's data has ended."""
     for runner in _of_this_thread(all_windows):
         runner.land_before_boundary()
+    for run, place in loop.rest():
+        next(one for windows in all_windows for one in windows.every if one.run is run).take_part(place)
+    for windows in all_windows:
+        windows.settle()
 
 
 def _of_this_thread(all_windows: Sequence[WindowsOfFunction]) -> list[CallRunner]:
