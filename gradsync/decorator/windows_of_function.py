@@ -93,7 +93,7 @@ class WindowsOfFunction:
 
     def flush(self) -> None:
         """Close all open windows."""
-        self._end_what_was_left("flush()")
+        self._end_what_is_open("flush()")
         self._find_known()
         if not self.every:
             waiting = sum(state["index"] for state in self._loaded)
@@ -114,7 +114,7 @@ class WindowsOfFunction:
 
     def reset(self) -> None:
         """Discard all open windows."""
-        self._end_what_was_left("reset()")
+        self._end_what_is_open("reset()")
         for runner in [*self.every]:
             runner.discard()
         self._loaded = [*map(without_window, self._loaded)]
@@ -144,14 +144,13 @@ class WindowsOfFunction:
         Those of known windows are all checked before any is loaded, the others in their first call. A window that the
         state does not have begins anew.
         """
-        self._insist_on_rest("load_state_dict()")
+        self._end_what_is_open("load_state_dict()")
         every, states = [*self.every], windows_in(state, self.name, self.settings.steps)
         for runner in every:
             runner.updater.settle()
         known = [*zip(every, states, strict=False)]
         for runner, one in known:
             check(runner.run, one)
-        self._cut_off.clear()
         for runner in every:
             runner.discard()
             runner.reporter.go_on_from(Progress())
@@ -162,18 +161,17 @@ class WindowsOfFunction:
             self._latest = every[latest]
         self._loaded, self._loaded_latest = states[len(every) :], None if every else latest
 
-    def _insist_on_rest(self, what: str) -> None:
-        """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
+    def _end_what_is_open(self, what: str) -> None:
+        """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace.
+
+        Else forget items without a call, and windows without their optimizer: `what` leaves them on purpose.
+        """
         if any(runner.is_running for runner in self.of_this_thread()):
             raise GradSyncError(
                 f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that runs while "
                 "the next window is open (overlap). Ranks whose data has ended run that on_update at another time. "
                 "Call it between two calls, or after the loop."
             )
-
-    def _end_what_was_left(self, what: str) -> None:
-        """Forget items without a call, and windows without their optimizer: `what` leaves them on purpose."""
-        self._insist_on_rest(what)
         self.read_ahead.pop(get_ident(), None)
         self._cut_off.clear()
 
