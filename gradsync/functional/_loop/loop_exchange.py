@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from gradsync._errors import GradSyncError
 from gradsync.functional._loop.first_call import meet_at_first_call
 from gradsync.functional._loop.knowledge import LoopKnowledge
-from gradsync.functional._loop.last_call import is_last_call
-from gradsync.functional._loop.lockstep_of_forwards import plan_calls
+from gradsync.functional._loop.lockstep_of_forwards import hear_of_call, plan_calls
 from gradsync.functional._window.exchange import Exchange, alike
 from gradsync.functional._window.run import Run
 from gradsync.functional._window.share import ASKS, Share, shares_in
+from gradsync.functional._window.terms import ends_with_data
 from gradsync.functional._window.window import Window
 from gradsync.ranks.tables import Sent
 
@@ -42,7 +42,14 @@ class LoopExchange(Exchange):
             meet_at_first_call(loop, run)
 
     def is_last_call(self, window: Window) -> bool:
-        return is_last_call(self._loop, self._run, window)
+        loop, run = self._loop, self._run
+        if loop.is_in_lockstep:
+            ends = not any(share.left for share in hear_of_call(loop, run, window.size))
+        else:
+            # With several runs, this rank cannot know whose window closes next: its last call closes none, and after
+            # its data it asks the others. If all have equally many items, each closes its own.
+            ends = not loop.data.left(run) and (loop.is_even or loop.only_run is not None)
+        return ends and ends_with_data(run.terms.tail)
 
     def plan(self, window: Window) -> None:
         plan_calls(self._loop, self._run, window)
