@@ -66,10 +66,7 @@ class SkippableBody(GradientWatch):
     def __call__(self, call: Call, team: Team) -> tuple[Any, torch.Tensor | LossSum | None]:
         """Run the function; returns what it returned, and its loss. Both are None if the micro-batch is dropped."""
         function, args, kwargs = call
-        if not self._run.terms.skip:
-            returned = function(*args, **kwargs)
-            return returned, find_loss(returned)
-        models = self._run.who.models if team.forward_communicates else ()
+        models = self._run.who.models if self._run.terms.skip and team.forward_communicates else ()
         ids = {id(module) for model in models for module in model.modules()}
         began: list[nn.Module] = []  # the first of these whose forward has begun
 
@@ -134,7 +131,7 @@ class Replay:
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if isinstance(function, MethodType):
-            function, args = function.__func__, (function.__self__, *args)
+            args, function = (function.__self__, *args), function.__func__
         self._function = function
         self._remembered: list[_Remembered] = []
         self._arguments = _changed((args, kwargs), self._kept)
