@@ -209,8 +209,9 @@ class WindowsOfFunction:
 
     def _drop(self, end: weakref.ref[Any]) -> None:
         """An optimizer is gone: drop its windows."""
-        for runner in [runner for runner in self.every if end in runner.ends]:
-            self.every.remove(runner)
+        gone = [runner for runner in self.every if end in runner.ends]
+        self.every = [runner for runner in self.every if runner not in gone]  # a new list: somebody may go through it
+        for runner in gone:
             if runner.run.index:
                 self._cut_off.append(runner.run.who)
             if runner is self._latest:
