@@ -29,8 +29,8 @@ WIRES: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any, Any]] = weakref.Weak
 """A DDP's reducer's parameters, their nodes in autograd's graph, where its hooks are (copies must not have them), and
 their layouts."""
 
-TRAVELLING: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The windows whose gradients travel (`overlap`). Before another window uses their parameters, they `settle`."""
+LATE: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Whose gradients may travel (`overlap`). Before another window uses their parameters, they `settle`."""
 
 ALL_RUNS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The runs of all functions and loops, by id. A parameter can be in the open window of one of them only."""
@@ -38,8 +38,8 @@ ALL_RUNS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 LOOPS: weakref.WeakSet[Any] = weakref.WeakSet()
 """The loops that are under way, of all functions: in one at a time, ranks may have different numbers of items."""
 
-FUNCTIONS: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The windows of each decorated function: as the program ends, those still open are warned about."""
+RUNNERS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those of all decorated functions: as the program ends, windows that are still open are warned about."""
 
 STEPPING: list[int] = []
 """The threads in which gradsync itself steps an optimizer, perhaps for another function whose gradients landed."""

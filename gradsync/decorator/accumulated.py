@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import inspect
-import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, TypeVar, overload
@@ -13,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, TypeVar, overload
 import wrapt
 from typing_extensions import ParamSpec, Self
 
-from gradsync._state import FUNCTIONS
 from gradsync.decorator.over import Over, SizedOver, loop_of_call
 from gradsync.decorator.progress import Progress
 from gradsync.decorator.settings import Settings
@@ -34,7 +31,7 @@ class Accumulated(Generic[P, R_co]):
         __wrapped__: Callable[P, R_co]
 
         @property
-        def _windows(self) -> WindowsOfFunction: ...
+        def _self_windows(self) -> WindowsOfFunction: ...
 
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
             """Run one micro-batch; returns what the function returned, its loss detached."""
@@ -48,41 +45,37 @@ class Accumulated(Generic[P, R_co]):
         ) -> Accumulated[Q, R_co]: ...
         def __get__(self, instance: Any, owner: Any = None, /) -> Any: ...
 
-    @property
-    def _instance(self) -> object:
-        return None
-
     def over(self, iterable: Iterable[T]) -> Over[T]:
         """The iterable again, sized if it was; where it ends, the window closes, unless `tail` is "carry".
 
         Ranks may hold different numbers of items. What reads ahead goes inside: `step.over(prefetch(loader))`.
         """
-        return (Over if length(iterable) is None else SizedOver)(iterable, self._windows, self._instance)
+        return (Over if length(iterable) is None else SizedOver)(iterable, self._self_windows)
 
     def flush(self) -> None:
         """Close the open windows now. Collective: every rank calls it, after the same number of closed windows."""
-        self._windows.flush(self._instance)
+        self._self_windows.flush()
 
     def settle(self) -> None:
         """With `overlap`: wait for gradients that still travel, and make their update. Not collective."""
-        self._windows.settle()
+        self._self_windows.settle()
 
     def reset(self) -> None:
         """Discard the open windows, with their gradients."""
-        self._windows.reset()
+        self._self_windows.reset()
 
     @property
     def progress(self) -> Progress:
         """Counters, loss and gradient norm of the window that was called last."""
-        return self._windows.progress
+        return self._self_windows.progress
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, and mid-window this rank's gradients: plain dicts, numbers and tensors."""
-        return self._windows.state_dict()
+        return self._self_windows.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. A state loaded before the first call is checked and used in that call."""
-        self._windows.load_state_dict(state)
+        self._self_windows.load_state_dict(state)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_OWN, "__wrapped__"})
@@ -90,7 +83,7 @@ class Accumulated(Generic[P, R_co]):
     def __repr__(self) -> str:
         inner = repr(self.__wrapped__)
         inner = inner[1:-1] if inner.startswith("<") else inner
-        settings = self._windows.settings.in_words()
+        settings = self._self_windows.settings.in_words()
         return f"<{inner} under accumulating({settings}), with {', '.join('.' + own for own in _OWN)}>"
 
     # `__doc__` is the function's own docstring. `help` does not call this method (since Python 3.9), and so it finds
@@ -120,7 +113,7 @@ _OWN = [name for name in vars(Accumulated) if not name.startswith("_")]
 
 def _documentation(decorated: Accumulated[..., Any]) -> str:
     """The function's own docstring, and below it what is added, for `help`."""
-    settings = decorated._windows.settings.in_words()
+    settings = decorated._self_windows.settings.in_words()
     added = f"Under gradsync.accumulating({settings}): each call is a micro-batch. It has\n"
     for name in _OWN:
         added += f"\n    .{name}: {(inspect.getdoc(vars(Accumulated)[name]) or '').splitlines()[0]}"
@@ -141,15 +134,12 @@ class _AccumulatedMethod(Accumulated[P, R_co], _BoundWrapper):  # type: ignore[m
     __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
 
     @property
-    def _windows(self) -> WindowsOfFunction:
-        return self._self_parent._self_windows.of(self._instance)  # type: ignore[no-any-return]
-
-    @property
-    def _instance(self) -> object:
+    def _self_windows(self) -> WindowsOfFunction:
+        instance = self._self_instance
         # What wrapt hands to a call: the class of a classmethod, and nothing of a staticmethod.
         if self._self_binding in {"classmethod", "staticmethod"}:
-            return getattr(self.__wrapped__, "__self__", None)
-        return self._self_instance
+            instance = getattr(self.__wrapped__, "__self__", None)
+        return self._self_parent._self_windows.of(instance)  # type: ignore[no-any-return]
 
     # A bound method is copied and pickled like Python's own: the instance, and the name of the method. What is taken
     # from the class is a function.
@@ -164,6 +154,7 @@ class _AccumulatedMethod(Accumulated[P, R_co], _BoundWrapper):  # type: ignore[m
 
 
 class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc] # noqa: D101
+    _self_windows: WindowsOfFunction  # wrapt keeps what begins with `_self_` on the wrapper, not on the function
     __bound_function_wrapper__ = _AccumulatedMethod
     __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
 
@@ -172,27 +163,16 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
         place = (code.co_filename, code.co_firstlineno) if code is not None else ("gradsync", 0)
         inner = function.func if isinstance(function, partial) else function
         name = getattr(inner, "__qualname__", type(inner).__qualname__).rpartition("<locals>.")[2]
-        all_windows = WindowsOfFunction(name, settings, place, itertools.count())
+        all_windows = WindowsOfFunction(name, settings, place)
         bound = inspect.ismethod(function)  # a bound method was decorated: only wrapt knows its instance
 
         def call(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            own = None if bound else instance
-            windows = all_windows.of(own)
+            windows = all_windows if bound else all_windows.of(instance)
             loop = loop_of_call(windows) if windows.loops or windows.read_ahead else None
-            return windows.call((wrapped, args, kwargs), own, loop)
+            return windows.call((wrapped, args, kwargs), loop)
 
         super().__init__(function, call)
         self._self_windows = all_windows
-        FUNCTIONS.add(all_windows)
-
-    # Not `weakref.finalize`: that would hold the windows until the function ends, and with them `on_update`, which may
-    # refer to the function. They would keep each other alive, and the model.
-    def __del__(self) -> None:
-        self._self_windows.warn_if_open()
-
-    @property
-    def _windows(self) -> WindowsOfFunction:
-        return self._self_windows
 
     # A decorated function is copied as itself and pickled by its name, like any function. Its windows are not copied.
     def __reduce__(self) -> str:
@@ -202,11 +182,5 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
         if not inspect.ismethod(self.__wrapped__):
             return self
         # A bound method is copied with its instance, like Python's own, and so are the models that were named.
-        settings = copy.deepcopy(self._windows.settings, memo)
+        settings = copy.deepcopy(self._self_windows.settings, memo)
         return AccumulatedFunction(copy.deepcopy(self.__wrapped__, memo), settings)
-
-
-@atexit.register
-def _warn_of_open_windows() -> None:
-    for all_windows in list(FUNCTIONS):
-        all_windows.warn_if_open()

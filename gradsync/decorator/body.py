@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from enum import Enum
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradsync._errors import GradSyncError
-from gradsync.decorator.participants import Call, attributes_of, has_step, reference
+from gradsync.decorator.participants import Call, attributes_of, has_step
 from gradsync.functional import GradientWatch, LossSum, Run, Team, find_loss
 from gradsync.ranks.meet import meet, ranks_where
 
@@ -65,10 +66,7 @@ class SkippableBody(GradientWatch):
     def __call__(self, call: Call, team: Team) -> tuple[Any, torch.Tensor | LossSum | None]:
         """Run the function; returns what it returned, and its loss. Both are None if the micro-batch is dropped."""
         function, args, kwargs = call
-        if not self._run.terms.skip:
-            returned = function(*args, **kwargs)
-            return returned, find_loss(returned)
-        models = self._run.who.models if team.forward_communicates else ()
+        models = self._run.who.models if self._run.terms.skip and team.forward_communicates else ()
         ids = {id(module) for model in models for module in model.modules()}
         began: list[nn.Module] = []  # the first of these whose forward has begun
 
@@ -129,12 +127,12 @@ class Replay:
     referenced weakly: it keeps no model, no optimizer and no trainer alive.
     """
 
-    __slots__ = ("_arguments", "_bound", "_data", "_function", "_remembered")
+    __slots__ = ("_arguments", "_data", "_function", "_remembered")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        instance = getattr(function, "__self__", None)
-        self._function: Any = function if instance is None else getattr(function, "__func__", function)
-        self._bound = () if instance is None else (reference(instance),)
+        if isinstance(function, MethodType):
+            args, function = (function.__self__, *args), function.__func__
+        self._function = function
         self._remembered: list[_Remembered] = []
         self._arguments = _changed((args, kwargs), self._kept)
         self._data: list[Any] = []  # keeps what is remembered alive
@@ -142,7 +140,7 @@ class Replay:
     @property
     def is_alive(self) -> bool:
         """Whether all its arguments are still there."""
-        return all(one() is not None for one in (*self._bound, *self._remembered))
+        return all(one() is not None for one in self._remembered)
 
     def keep_data(self) -> None:
         """Keep the user's objects that hold nothing but data: the call may be repeated behind its loop."""
@@ -151,7 +149,7 @@ class Replay:
     def __call__(self) -> Any:
         """Make the call once more."""
         args, kwargs = _changed(self._arguments, lambda one: one() if isinstance(one, _Remembered) else one)
-        return self._function(*(one() for one in self._bound), *args, **kwargs)
+        return self._function(*args, **kwargs)
 
     def _kept(self, one: Any) -> Any:
         if isinstance(one, _DATA):

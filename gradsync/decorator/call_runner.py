@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
@@ -11,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
+from gradsync._state import RUNNERS
 from gradsync._step_hook import watch_steps
 from gradsync.decorator.body import Replay, SkippableBody
 from gradsync.decorator.late_updater import LateUpdater
@@ -19,6 +23,7 @@ from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
 from gradsync.decorator.updater import Updater
 from gradsync.functional import Closing, InParts, Loop, Place, Role, Run, Who, check_steppable, detach, owned
+from gradsync.overlap import LEFT
 from gradsync.overlap.compress_of_bare import Compressed
 from gradsync.ranks.lost import WaitingFor
 
@@ -26,12 +31,15 @@ from gradsync.ranks.lost import WaitingFor
 class CallRunner:
     """Runs the calls of one (function, instance, optimizers), window by window, until one of the optimizers is gone."""
 
-    def __init__(self, name: str, number: int, settings: Settings, instance: object) -> None:
-        self.number = number  # among the runners of the function
+    def __init__(
+        self, name: str, number: int, settings: Settings, instance: Callable[[], object], place: tuple[str, int]
+    ) -> None:
+        self.number = number  # among the runners of the function, or of the instance
+        self._place = place  # the function's file and line, for warnings
         self.run = Run(name, settings.terms(), number)
         self.thread: int | None = None  # of the last call
         self.body = SkippableBody(self.run)
-        self.reporter = Reporter(self.run, settings.on_update, reference(instance))
+        self.reporter = Reporter(self.run, settings.on_update, instance)
         if settings.compress is not None and not settings.overlap:  # overlap compresses by itself
             self.run.transport = Compressed()
         self.updater = (LateUpdater if settings.overlap else Updater)(self.run, settings, self.reporter)
@@ -41,18 +49,13 @@ class CallRunner:
         self.ends: list[weakref.ref[Any]] = []  # their callbacks tell that an optimizer is gone
         self.is_running = False
         watch_steps(self)
+        RUNNERS.add(self)
 
     # -- participants -----------------------------------------------------------------------------------------------
 
     def has(self, found: Sequence[object]) -> bool:
-        """Whether these are the participants of the last call, by identity (quick)."""
-        refs = self._participants
-        if len(refs) != len(found):
-            return False
-        for ref, one in zip(refs, found):  # noqa: B905, SIM110 - in every call; strict= and all() cost time
-            if ref() is not one:
-                return False
-        return True
+        """Whether these are the participants of the last call."""
+        return _are(self._participants, found)
 
     def bind(self, participants: Participants, found: Sequence[object]) -> None:
         """Take note of a call's participants."""
@@ -67,7 +70,7 @@ class CallRunner:
             run.who = Who(models, participants.optimizers)
         # A loss module without parameters may be a new object in each call.
         counted = [one for one in found if not isinstance(one, nn.Module) or next(one.parameters(), None) is not None]
-        if [id(ref()) for ref in self._counted] != [*map(id, counted)]:
+        if not _are(self._counted, counted):
             for one in (*participants.optimizers, *participants.schedulers):
                 check_steppable(one)
             run.num_changes += 1
@@ -95,7 +98,8 @@ class CallRunner:
 
     def __enter__(self) -> None:
         """Around one place. An error discards the open window; else `on_update` is called, if there was an update."""
-        self.is_running, self.reporter.now.stepped = True, False
+        self.is_running = True
+        self.reporter.begin()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.is_running = False
@@ -116,7 +120,6 @@ class CallRunner:
         with self:
             updater.begin()
             place = run.start(run.who, loop)
-            reporter.now.size = place.size
             if place.last and updater.lands_before_boundary:
                 returned, _ = self._forward_and_backward(place._replace(last=False), call, loop)
                 updater.settle()
@@ -167,6 +170,7 @@ class CallRunner:
 
     def _end_place(self, closing: Closing | None) -> None:
         """After a micro-batch; in the last place, make the update, or with `overlap` leave it until gradients land."""
+        self.reporter.now.size = self.run.open_window.size
         if closing is None:
             self.body.remember()
             self.updater.go_on(self.run.index)
@@ -183,8 +187,8 @@ class CallRunner:
     def take_part(self, place: Place) -> None:
         """After this rank's data has ended: close its own open window, or take part in a window of the other ranks."""
         with self:
-            self.reporter.now.size = place.size
             self._end_place(self._run_again(place) if place.role is Role.REPEATS else self.run.miss(place))
+        self.land_before_boundary()
 
     def land_before_boundary(self) -> None:
         """This rank's data has ended: land the gradients that the others land before their next boundary."""
@@ -198,9 +202,7 @@ class CallRunner:
         if not self.run.agree_to_flush():
             return
         with self:
-            closing = self.run.flush_agreed()
-            self.reporter.now.size = self.run.open_window.size
-            self._end_place(closing)
+            self._end_place(self.run.flush_agreed())
             self.updater.settle()
 
     def discard(self) -> None:
@@ -208,3 +210,38 @@ class CallRunner:
         self.updater.go_back()
         self.run.discard()
         self.body.forget()
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def __del__(self) -> None:
+        self.warn_if_open()
+
+    def warn_if_open(self) -> None:
+        """Called at the end of the function, the instance, an optimizer or the program."""
+        name, window = self.run.name, self.run.window
+        if self.updater.abandon():
+            self._warn(LEFT.format(what=name))
+        if window is None or not window.index:
+            return
+        self.run.abandon()
+        if not window.is_warned_of:
+            self._warn(
+                f"{name} ended with a window open: {window.index} of {window.size} micro-batches were "
+                f"accumulated and never used. Iterate with {name}.over(...), or call {name}.flush() when the data ends."
+            )
+
+    def _warn(self, text: str) -> None:
+        # No warning after an error that ended the program; in a notebook, an error ends a cell only.
+        if getattr(sys, "last_value", None) is None or hasattr(sys, "ps1"):
+            warnings.warn_explicit(text, RuntimeWarning, *self._place)
+
+
+def _are(references: Sequence[Callable[[], object]], ones: Sequence[object]) -> bool:
+    """Whether they refer to these, and to nothing else. By id: two modules that are equal are two."""
+    return [id(ref()) for ref in references] == [*map(id, ones)]
+
+
+@atexit.register
+def _warn_of_open_windows() -> None:
+    for runner in list(RUNNERS):
+        runner.warn_if_open()

@@ -14,11 +14,11 @@ from functools import partial
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
-from gradsync._state import TRAVELLING
+from gradsync._state import LATE
 from gradsync._step_hook import stepping
 from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
-from gradsync.decorator.updater import Updater
+from gradsync.decorator.updater import NO_UPDATE, Updater
 from gradsync.functional import Closing, Run, Team, Transport, Window, bare_optimizer, window_size
 from gradsync.overlap import (
     Flight,
@@ -45,10 +45,9 @@ class _Leg:
     """A closed window whose gradients travel, and what its update needs."""
 
     window: Window
+    closing: Closing
     flights: Sequence[Flight]
     ddps: Sequence[DistributedDataParallel]
-    factor: float  # of the engines' average
-    closing: Closing
     in_flight: InFlight = field(init=False)  # once it has departed
 
 
@@ -67,8 +66,8 @@ class LateUpdater(Updater, Transport):
         self._legs: list[_Leg] = []  # oldest first
         self._departing: _Leg | None = None  # its gradients have left, while those of earlier windows land
         self._has_gone_back = False
-        self._checked: Team | None = None
         self._memory: Saved | None = None  # of the last provisional step, to be used again
+        LATE.add(self)
 
     # -- what others ask ----------------------------------------------------------------------------------------------
 
@@ -83,8 +82,6 @@ class LateUpdater(Updater, Transport):
         if team.num_ranks == 1:
             return
         check_scaler(self.scaler())
-        if team is self._checked:
-            return
         check_optimizers(self.run.who.optimizers)
         if self._dtype is not None:
             Compressed().check(team)
@@ -97,7 +94,6 @@ class LateUpdater(Updater, Transport):
                 f"of shape {', '.join(str(list(one.shape)) for one in left[:3])}, are in no DistributedDataParallel: "
                 "they are DTensors, or left out of it. Use overlap=0."
             )
-        self._checked = team
 
     # -- a window -----------------------------------------------------------------------------------------------------
 
@@ -151,11 +147,10 @@ class LateUpdater(Updater, Transport):
             try:
                 self._land()
             finally:
-                self.reporter.note_skipped(closing)
+                self.reporter.note(NO_UPDATE, closing)
             return
-        self._departing = _Leg(window, self._flights, self._ddps, closing.factor, closing)
+        self._departing = _Leg(window, closing, self._flights, self._ddps)
         self._flights, self._ddps = (), ()
-        TRAVELLING.add(self)
         self.run.close()
         try:
             self._land()
@@ -180,14 +175,13 @@ class LateUpdater(Updater, Transport):
 
     def abandon(self) -> bool:
         """The function or the program ends: keep the last true parameters. Returns whether an update was to be made."""
-        if self not in TRAVELLING:
+        if not self.ids:
             return False
         self.go_back()
         for leg in self._legs:
             leg.in_flight.watch.end()
             _count(leg.ddps, -1)
-        self._legs.clear()
-        TRAVELLING.discard(self)
+        self._legs, self._departing = [], None
         return True
 
     def _depart(self, *, ahead: bool) -> None:
@@ -217,10 +211,11 @@ class LateUpdater(Updater, Transport):
                     failed = leg.closing.has_failed
                     with landing(in_flight), stepping():
                         arrived = True
-                        self._arrived(leg)
+                        self._legs.remove(leg)
+                        self._has_gone_back = bool(self._legs)
                         if not failed:
                             self.run.count(-1)
-                            self.step(leg.window.team, leg.factor, leg.closing, partial(self.run.count, 1))
+                            self.step(leg.window, leg.closing, partial(self.run.count, 1))
             finally:
                 if arrived:
                     _count(leg.ddps, -1)
@@ -231,15 +226,8 @@ class LateUpdater(Updater, Transport):
                 else:
                     self.go_back()
             if failed:
-                self.reporter.note_skipped(leg.closing)
-            else:
-                self.reporter.call_on_update()
-
-    def _arrived(self, leg: _Leg) -> None:
-        self._legs.remove(leg)
-        self._has_gone_back = bool(self._legs)
-        if not self._legs and self._departing is None:
-            TRAVELLING.discard(self)
+                self.reporter.note(NO_UPDATE, leg.closing)
+            self.reporter.call_on_update()
 
     def _drop(self) -> None:
         _count(self._ddps, -1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from types import CodeType
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -29,44 +28,40 @@ class Over(Generic[T]):
 
         def __len__(self) -> int: ...
 
-    def __init__(self, iterable: Iterable[T], windows: WindowsOfFunction, instance: object) -> None:
+    def __init__(self, iterable: Iterable[T], windows: WindowsOfFunction) -> None:
         # Nested `.over`s share one loop: with two, the outer loop would end the inner loop too soon.
-        self._iterable: Iterable[T] = iterable
-        # An instance lives as long as its loop.
-        self._decorated: list[tuple[WindowsOfFunction, object]] = [(windows, instance)]
-        if isinstance(iterable, Over):
-            self._iterable, self._decorated = iterable._iterable, [*iterable._decorated, (windows, instance)]
+        inner = iterable if isinstance(iterable, Over) else None
+        self._iterable: Iterable[T] = iterable if inner is None else inner._iterable
+        self._decorated: list[WindowsOfFunction] = [windows] if inner is None else [*inner._decorated, windows]
+        self._instances = [windows.instance() for windows in self._decorated]  # they live as long as their loop
 
     def __iter__(self) -> Iterator[T]:
-        decorated = [*self._decorated]
-        all_windows = [windows for windows, _ in decorated]
+        all_windows, in_loop = self._decorated, [*self._decorated]
         loop = Loop(
             f"{all_windows[0].name}.over",
             length(self._iterable),
-            lambda: [run for windows, instance in decorated for run in windows.runs(instance)],
+            lambda: [run for windows in in_loop for run in windows.runs()],
         )
-        with ExitStack() as stack:
-            # The loop may be referenced longer than its data and its instances are needed.
-            stack.callback(loop.end)
-            stack.callback(decorated.clear)
-            for position, windows in enumerate(all_windows):
-                stack.enter_context(_running(windows, loop, position))
-            drawn: Sequence[CodeType] = ()
-            try:
-                for item in loop.items(self._iterable):
-                    drawn = drawn_by(sys._getframe(0).f_back)
-                    yield item
-                    _insist_on_latest(loop)
-            except GeneratorExit:
-                if loop.is_superseded:  # what is open, and what travels, is that of a later loop
-                    raise
-                if is_left_on_purpose(sys._getframe(0).f_back, drawn):
-                    _leave(loop, all_windows)
-                else:
-                    for runner in _of_this_thread(all_windows):
-                        runner.updater.go_back()
-                raise
+        for position, windows in enumerate(all_windows):
+            _begin(windows, loop, position)
+        drawn: Sequence[CodeType] = ()
+        try:
+            for item in loop.items(self._iterable):
+                drawn = drawn_by(sys._getframe(0).f_back)
+                yield item
+                _insist_on_latest(loop)
             _take_part_in_the_rest(loop, all_windows)
+        except GeneratorExit:
+            if not loop.is_superseded:  # else what is open, and what travels, is that of a later loop
+                _leave(loop, all_windows, drawn)
+            raise
+        finally:
+            for windows in all_windows:
+                if windows.loops.get(loop.thread) is loop:
+                    del windows.loops[loop.thread]
+            # The loop may be referenced longer than its data and its windows are needed.
+            in_loop.clear()
+            loop.end()
         for windows in all_windows if loop.data.num_idle else ():  # later calls may be meant for items without a call
             windows.read_ahead[loop.thread] = loop
             if not loop.data.num_calls:
@@ -90,8 +85,12 @@ def _insist_on_latest(loop: Loop) -> None:
         )
 
 
-def _leave(loop: Loop, all_windows: Sequence[WindowsOfFunction]) -> None:
-    """A loop is left on purpose: land what travels, and warn if a window is open."""
+def _leave(loop: Loop, all_windows: Sequence[WindowsOfFunction], drawn: Sequence[CodeType]) -> None:
+    """A loop is left early. On purpose: land what travels, and warn if a window is open. By an exception: go back."""
+    if not is_left_on_purpose(sys._getframe(1).f_back, drawn):  # frame 1 is that of the loop
+        for runner in _of_this_thread(all_windows):
+            runner.updater.go_back()
+        return
     opened = [run for run in loop.called if run.index]
     if opened:
         name = loop.name.removesuffix(".over")
@@ -108,18 +107,13 @@ def _leave(loop: Loop, all_windows: Sequence[WindowsOfFunction]) -> None:
 
 
 def _take_part_in_the_rest(loop: Loop, all_windows: Sequence[WindowsOfFunction]) -> None:
-    """After this rank's data has ended. What other ranks land before their next boundary lands before it here."""
-    _land_before_boundary(all_windows)
-    for run, place in loop.rest():
-        next(one for windows in all_windows for one in windows.every if one.run is run).take_part(place)
-        _land_before_boundary(all_windows)
-    for windows in all_windows:
-        windows.settle()
-
-
-def _land_before_boundary(all_windows: Sequence[WindowsOfFunction]) -> None:
+    """After this rank's data has ended."""
     for runner in _of_this_thread(all_windows):
         runner.land_before_boundary()
+    for run, place in loop.rest():
+        next(one for windows in all_windows for one in windows.every if one.run is run).take_part(place)
+    for windows in all_windows:
+        windows.settle()
 
 
 def _of_this_thread(all_windows: Sequence[WindowsOfFunction]) -> list[CallRunner]:
@@ -129,20 +123,14 @@ def _of_this_thread(all_windows: Sequence[WindowsOfFunction]) -> list[CallRunner
 # -- the loop of a call -----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _running(windows: WindowsOfFunction, loop: Loop, position: int) -> Iterator[None]:
-    """Calls inside belong to this loop."""
+def _begin(windows: WindowsOfFunction, loop: Loop, position: int) -> None:
+    """From here on, calls in this thread belong to this loop."""
     before = windows.loops.get(loop.thread)
     if before is not None:
         before.is_superseded = True
     windows.loops[loop.thread], windows.position = loop, position
     windows.number_runs()
     windows.read_ahead.pop(loop.thread, None)
-    try:
-        yield
-    finally:
-        if windows.loops.get(loop.thread) is loop:
-            del windows.loops[loop.thread]
 
 
 def loop_of_call(windows: WindowsOfFunction) -> Loop | None:

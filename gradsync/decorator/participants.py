@@ -288,7 +288,4 @@ def attributes_of(one: object) -> list[Any]:
 
 def _held_by(one: object) -> list[Any]:
     """The values of an object's attributes, and the items of those that are containers."""
-    held = []
-    for value in attributes_of(one):
-        held += [value] if isinstance(value, Optimizer | nn.Module | LRScheduler) else [value, *inside(value)]
-    return held
+    return [each for value in attributes_of(one) for each in (value, *inside(value))]

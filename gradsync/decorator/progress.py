@@ -74,7 +74,7 @@ class Reporter:
         self._on_update = on_update
         self._instance = instance
         self.is_in_on_update = False  # whether `on_update` runs
-        self._has_called = False  # whether it has run for the last update
+        self._is_due = False  # whether it is to run for the last update
         self.go_on_from(Progress())
 
     def go_on_from(self, progress: Progress) -> None:
@@ -82,18 +82,17 @@ class Reporter:
         self.now = SimpleNamespace(**vars(progress))
         self._run.go_on_from(progress.window, progress.dropped)
 
-    def note(self, made: Update, closing: Closing) -> None:
-        """A window has closed, with the update `made`."""
-        now = self.now
-        now.updates += made.stepped
-        now.skipped += not made.stepped
-        now.stepped, now.grad_norm = made
-        now._closing, self._has_called = closing, False
+    def begin(self) -> None:
+        """A call begins, which has made no update so far."""
+        self.now.stepped = self._is_due = False
 
-    def note_skipped(self, closing: Closing) -> None:
-        """A window has closed without an update. With `overlap`, an earlier window may update in the same call."""
-        self.now.skipped += 1
-        self.now._closing = closing
+    def note(self, made: Update, closing: Closing) -> None:
+        """A window has closed, with the update `made`. With `overlap`, an earlier one may have closed in this call."""
+        now, stepped = self.now, made.stepped
+        now.updates += stepped
+        now.skipped += not stepped
+        now.stepped, self._is_due = now.stepped or stepped, stepped
+        now.grad_norm, now._closing = made.grad_norm, closing
 
     @property
     def progress(self) -> Progress:
@@ -104,10 +103,10 @@ class Reporter:
 
     def call_on_update(self) -> None:
         """Call the user's `on_update`, once for an update of the last call."""
-        if self._on_update is None or self._has_called or not self.now.stepped:
+        if self._on_update is None or not self._is_due:
             return
         instance = self._instance()
-        self.is_in_on_update = self._has_called = True
+        self.is_in_on_update, self._is_due = True, False
         try:
             self._on_update(*(() if instance is None else (instance,)), self.progress)
         finally:

@@ -11,9 +11,9 @@ from gradsync._step_hook import stepping
 from gradsync.decorator.participants import reference
 from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
-from gradsync.functional import Closing, Run, Team, Update, update
+from gradsync.functional import Closing, Run, Update, Window, update
 
-_NO_UPDATE = Update(stepped=False, grad_norm=None)
+NO_UPDATE = Update(stepped=False, grad_norm=None)
 
 
 class Updater:
@@ -34,18 +34,19 @@ class Updater:
     def close(self, closing: Closing) -> None:
         """After the open window has synchronised: make its update, if it gets one, and close it."""
         if closing.factor is None:
-            self.reporter.note(_NO_UPDATE, closing)
+            self.reporter.note(NO_UPDATE, closing)
             self.run.close()
         else:
-            self.step(self.run.open_window.team, closing.factor, closing, self.run.close)
+            self.step(self.run.open_window, closing, self.run.close)
 
-    def step(self, team: Team, factor: float, closing: Closing, close: Callable[[], object] = bool) -> None:
+    def step(self, window: Window, closing: Closing, close: Callable[[], object]) -> None:
         """Make the update with synchronised gradients. Its window is closed by `close`, before the schedulers step.
 
         If an optimizer fails, the window stays open here, and is discarded. Other ranks may have closed theirs: the
         next table shows it, and all ranks raise. If a scheduler fails, the update is made.
         """
-        settings = self.settings
+        settings, team = self.settings, window.team
+        assert closing.factor is not None, "there is something to average"
 
         def then(made: Update) -> None:
             self.reporter.note(made, closing)
@@ -58,7 +59,7 @@ class Updater:
                     schedulers=[one for ref in self.schedulers if (one := ref()) is not None],
                     scaler=self.scaler(),
                     clip_norm=settings.clip_norm,
-                    factor=factor,
+                    factor=closing.factor,
                     nonfinite=settings.nonfinite,
                     spread=team.spread,
                     then=then,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
+import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import get_ident
 from typing import Any
@@ -15,12 +14,11 @@ from torch import nn
 from gradsync._errors import GradSyncError
 from gradsync.decorator.call_runner import CallRunner
 from gradsync.decorator.checkpoint import VERSION, check, load, progress_in, save, windows_in, without_window
-from gradsync.decorator.participants import Call, participants_of
+from gradsync.decorator.participants import Call, participants_of, reference
 from gradsync.decorator.progress import Progress
 from gradsync.decorator.settings import Settings
 from gradsync.engines import find
 from gradsync.functional import Loop, Run, Who, discard
-from gradsync.overlap import LEFT
 from gradsync.ranks.meet import no_item_here
 
 # Functions in nested `.over`s. A run's key is its runner's number times this, plus its function's position.
@@ -34,15 +32,16 @@ class WindowsOfFunction:
     optimizers; it is dropped when one of these is gone.
     """
 
-    def __init__(self, name: str, settings: Settings, place: tuple[str, int], order: Iterator[int]) -> None:
-        """`place` is the function's file and line, for warnings. `order` numbers the runners of all instances."""
+    def __init__(self, name: str, settings: Settings, place: tuple[str, int], instance: object = None) -> None:
+        """`place` is the function's file and line, for warnings."""
         self.name = name
         self.settings = settings
+        self.instance = reference(instance)
         self.loops: dict[int, Loop] = {}  # by thread: the loop that runs in it
         self.read_ahead: dict[int, Loop] = {}  # by thread: a loop that has ended with items without a call
         self.position = 0  # among the functions of nested `.over`s
         self._place = place
-        self._order = order
+        self._numbers = itertools.count()  # of the runners
         self._of: dict[int, WindowsOfFunction] = {}  # those of a method, by the id of its instance
         self.every: list[CallRunner] = []  # in the order of their first call
         self._latest: CallRunner | None = None
@@ -57,21 +56,21 @@ class WindowsOfFunction:
             return self
         own = self._of.get(id(instance))
         if own is None:
-            made = WindowsOfFunction(self.name, self.settings, self._place, self._order)
+            made = WindowsOfFunction(self.name, self.settings, self._place, instance)
             own = self._of.setdefault(id(instance), made)  # another thread may have made it meanwhile
             if own is made:
                 with suppress(TypeError):
                     weakref.finalize(instance, _weakly(self._forget), id(instance)).atexit = False
         return own
 
-    def call(self, call: Call, instance: object, loop: Loop | None) -> Any:
+    def call(self, call: Call, loop: Loop | None) -> Any:
         """One micro-batch, in a loop or not."""
         runner, settings = self._latest, self.settings
         _, args, kwargs = call
-        found = settings.find(instance, args, kwargs)
+        found = settings.find(self.instance(), args, kwargs)
         if runner is None or not runner.has(found):
             settings.refuse_defaults(call, self.name)
-            runner = self._find(instance, found, [*args, *kwargs.values()])
+            runner = self._find(found, [*args, *kwargs.values()])
         if runner.run.window is None:
             settings.refuse_hidden(found, args, kwargs, self.name)
         return runner.run_call(call, loop)
@@ -82,9 +81,9 @@ class WindowsOfFunction:
         """Those whose last call was in this thread, or that have had none."""
         return [runner for runner in self.every if runner.thread in {None, get_ident()}]
 
-    def runs(self, instance: object) -> list[Run]:
+    def runs(self) -> list[Run]:
         """The runs that a loop in this thread may call, in the order of their first call."""
-        self._find_known(instance)
+        self._find_known()
         return [runner.run for runner in self.of_this_thread()]
 
     def number_runs(self) -> None:
@@ -92,10 +91,10 @@ class WindowsOfFunction:
         for runner in self.every:
             runner.run.key = runner.number * _MOST_NESTED + self.position
 
-    def flush(self, instance: object) -> None:
+    def flush(self) -> None:
         """Close all open windows."""
-        self._end_what_was_left("flush()")
-        self._find_known(instance)
+        self._end_what_is_open("flush()")
+        self._find_known()
         if not self.every:
             waiting = sum(state["index"] for state in self._loaded)
             if waiting:
@@ -115,7 +114,7 @@ class WindowsOfFunction:
 
     def reset(self) -> None:
         """Discard all open windows."""
-        self._end_what_was_left("reset()")
+        self._end_what_is_open("reset()")
         for runner in [*self.every]:
             runner.discard()
         self._loaded = [*map(without_window, self._loaded)]
@@ -145,14 +144,13 @@ class WindowsOfFunction:
         Those of known windows are all checked before any is loaded, the others in their first call. A window that the
         state does not have begins anew.
         """
-        self._insist_on_rest("load_state_dict()")
+        self._end_what_is_open("load_state_dict()")
         every, states = [*self.every], windows_in(state, self.name, self.settings.steps)
         for runner in every:
             runner.updater.settle()
         known = [*zip(every, states, strict=False)]
         for runner, one in known:
             check(runner.run, one)
-        self._cut_off.clear()
         for runner in every:
             runner.discard()
             runner.reporter.go_on_from(Progress())
@@ -163,30 +161,29 @@ class WindowsOfFunction:
             self._latest = every[latest]
         self._loaded, self._loaded_latest = states[len(every) :], None if every else latest
 
-    def _insist_on_rest(self, what: str) -> None:
-        """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace."""
+    def _end_what_is_open(self, what: str) -> None:
+        """Raise in the middle of a micro-batch of this thread, whose window `what` would close or replace.
+
+        Else forget items without a call, and windows without their optimizer: `what` leaves them on purpose.
+        """
         if any(runner.is_running for runner in self.of_this_thread()):
             raise GradSyncError(
                 f"{what} of {self.name} came in the middle of a call: in its body, or in an on_update that runs while "
                 "the next window is open (overlap). Ranks whose data has ended run that on_update at another time. "
                 "Call it between two calls, or after the loop."
             )
-
-    def _end_what_was_left(self, what: str) -> None:
-        """Forget items without a call, and windows without their optimizer: `what` leaves them on purpose."""
-        self._insist_on_rest(what)
         self.read_ahead.pop(get_ident(), None)
         self._cut_off.clear()
 
     # -- the windows of a call --------------------------------------------------------------------------------------
 
-    def _find(self, instance: object, found: Sequence[object], came: Sequence[object] = ()) -> CallRunner:
-        participants = participants_of(found, came, self.name, is_method=instance is not None)
+    def _find(self, found: Sequence[object], came: Sequence[object] = ()) -> CallRunner:
+        participants = participants_of(found, came, self.name, is_method=self.instance() is not None)
         optimizers = [*participants.optimizers]
         runner = next((one for one in self.every if one.run.who.optimizers == optimizers), None)
         if runner is None:
             self._drop_cut_off(participants.models)
-            runner = CallRunner(self.name, next(self._order), self.settings, instance)
+            runner = CallRunner(self.name, next(self._numbers), self.settings, self.instance, self._place)
             runner.ends = [weakref.ref(optimizer, _weakly(self._drop)) for optimizer in optimizers]
         runner.bind(participants, found)
         if runner not in self.every:
@@ -199,55 +196,26 @@ class WindowsOfFunction:
         self._latest = runner  # only now: as long as the state does not fit, each call says so
         return runner
 
-    def _find_known(self, instance: object) -> None:
+    def _find_known(self) -> None:
         """If there are no windows, and the keywords name the participants, make the windows of those."""
         if not self.every and self.settings.known():
-            self._find(instance, self.settings.find(None, (), {}))
+            self._find(self.settings.find(None, (), {}))
 
     # -- the end of windows -----------------------------------------------------------------------------------------
 
-    def warn_if_open(self) -> None:
-        """Called at the end of the instance, the function or the program."""
-        for runner in self.every:
-            self._warn_if_open(runner)
-        for own in [*self._of.values()]:
-            own.warn_if_open()
-
     def _forget(self, key: int) -> None:
         """An instance is gone; another instance may get its id."""
-        self._of.pop(key).warn_if_open()  # which may raise, where warnings are errors
+        del self._of[key]
 
     def _drop(self, end: weakref.ref[Any]) -> None:
         """An optimizer is gone: drop its windows."""
         gone = [runner for runner in self.every if end in runner.ends]
-        self.every = [runner for runner in self.every if end not in runner.ends]
+        self.every = [runner for runner in self.every if runner not in gone]  # a new list: somebody may go through it
         for runner in gone:
             if runner.run.index:
                 self._cut_off.append(runner.run.who)
             if runner is self._latest:
                 self._latest, self._last = None, runner.reporter.progress
-        for runner in gone:
-            self._warn_if_open(runner)  # which may raise, where warnings are errors
-
-    def _warn_if_open(self, runner: CallRunner) -> None:
-        run = runner.run
-        if runner.updater.abandon():
-            self._warn(LEFT.format(what=self.name))
-        window = run.window
-        if window is None or not window.index:
-            return
-        run.abandon()
-        if not window.is_warned_of:
-            self._warn(
-                f"{self.name} ended with a window open: {window.index} of {runner.reporter.now.size} "
-                f"micro-batches were accumulated and never used. Iterate with {self.name}.over(...), or call "
-                f"{self.name}.flush() when the data ends."
-            )
-
-    def _warn(self, text: str) -> None:
-        # No warning after an error that ended the program; in a notebook, an error ends a cell only.
-        if getattr(sys, "last_value", None) is None or hasattr(sys, "ps1"):
-            warnings.warn_explicit(text, RuntimeWarning, *self._place)
 
     def _drop_cut_off(self, models: Sequence[nn.Module]) -> None:
         """An optimizer is new: drop open windows of `models` whose optimizer it replaces, and raise if there are any.

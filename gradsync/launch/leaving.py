@@ -15,7 +15,7 @@ import warnings
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from gradsync._state import TRAVELLING
+from gradsync._state import LATE
 from gradsync.engines import settle_all_groups
 from gradsync.overlap import LEFT
 
@@ -38,11 +38,9 @@ def leave(error: BaseException | None) -> None:
 
 def _end_travels(*, warns: bool) -> None:
     """Give up gradients that travel (`overlap`): parameters are the last true ones again."""
-    for travelling in list(TRAVELLING):
-        name = travelling.run.name
-        travelling.abandon()
-        if warns:
-            warnings.warn(LEFT.format(what=f"the process group of {name}"), RuntimeWarning, stacklevel=4)
+    for late in list(LATE):
+        if late.abandon() and warns:
+            warnings.warn(LEFT.format(what=f"the process group of {late.run.name}"), RuntimeWarning, stacklevel=4)
 
 
 def _is_good_exit(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 
 from gradsync._errors import GradSyncError
 from gradsync._loss import MEANS, NO_LOSS, PLAIN, SUMS, Count, LossSum
-from gradsync._state import TRAVELLING, open_runs
+from gradsync._state import LATE, open_runs
 from gradsync.engines import Engine
 from gradsync.functional._team.team import Team
 from gradsync.functional._update.grad_scaler import Scale, is_scaling
@@ -178,6 +178,6 @@ def settle_travelling(ids: Collection[int], *, always: object = None, never: obj
 
     Those of the run `always` land whatever its parameters, and those of the run `never` do not.
     """
-    for other in list(TRAVELLING) if TRAVELLING else ():
+    for other in list(LATE) if LATE else ():
         if other.run is always or (other.run is not never and not other.ids.isdisjoint(ids)):
             other.settle()
