@@ -54,8 +54,14 @@ class CallRunner:
     # -- participants -----------------------------------------------------------------------------------------------
 
     def has(self, found: Sequence[object]) -> bool:
-        """Whether these are the participants of the last call."""
-        return _are(self._participants, found)
+        """Whether these are the participants of the last call, by identity (quick)."""
+        refs = self._participants
+        if len(refs) != len(found):
+            return False
+        for ref, one in zip(refs, found):  # noqa: B905, SIM110 - in every call; strict= and all() cost time
+            if ref() is not one:
+                return False
+        return True
 
     def bind(self, participants: Participants, found: Sequence[object]) -> None:
         """Take note of a call's participants."""
@@ -70,7 +76,7 @@ class CallRunner:
             run.who = Who(models, participants.optimizers)
         # A loss module without parameters may be a new object in each call.
         counted = [one for one in found if not isinstance(one, nn.Module) or next(one.parameters(), None) is not None]
-        if not _are(self._counted, counted):
+        if [id(ref()) for ref in self._counted] != [*map(id, counted)]:
             for one in (*participants.optimizers, *participants.schedulers):
                 check_steppable(one)
             run.num_changes += 1
@@ -234,11 +240,6 @@ class CallRunner:
         # No warning after an error that ended the program; in a notebook, an error ends a cell only.
         if getattr(sys, "last_value", None) is None or hasattr(sys, "ps1"):
             warnings.warn_explicit(text, RuntimeWarning, *self._place)
-
-
-def _are(references: Sequence[Callable[[], object]], ones: Sequence[object]) -> bool:
-    """Whether they refer to these, and to nothing else. By id: two modules that are equal are two."""
-    return [id(ref()) for ref in references] == [*map(id, ones)]
 
 
 @atexit.register
