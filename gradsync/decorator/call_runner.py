@@ -126,6 +126,7 @@ class CallRunner:
         with self:
             updater.begin()
             place = run.start(run.who, loop)
+            reporter.now.size = place.size
             if place.last and updater.lands_before_boundary:
                 returned, _ = self._forward_and_backward(place._replace(last=False), call, loop)
                 updater.settle()
@@ -176,7 +177,6 @@ class CallRunner:
 
     def _end_place(self, closing: Closing | None) -> None:
         """After a micro-batch; in the last place, make the update, or with `overlap` leave it until gradients land."""
-        self.reporter.now.size = self.run.open_window.size
         if closing is None:
             self.body.remember()
             self.updater.go_on(self.run.index)
@@ -193,6 +193,7 @@ class CallRunner:
     def take_part(self, place: Place) -> None:
         """After this rank's data has ended: close its own open window, or take part in a window of the other ranks."""
         with self:
+            self.reporter.now.size = place.size
             self._end_place(self._run_again(place) if place.role is Role.REPEATS else self.run.miss(place))
         self.land_before_boundary()
 
@@ -208,7 +209,9 @@ class CallRunner:
         if not self.run.agree_to_flush():
             return
         with self:
-            self._end_place(self.run.flush_agreed())
+            closing = self.run.flush_agreed()
+            self.reporter.now.size = self.run.open_window.size
+            self._end_place(closing)
             self.updater.settle()
 
     def discard(self) -> None:
@@ -232,7 +235,7 @@ class CallRunner:
         self.run.abandon()
         if not window.is_warned_of:
             self._warn(
-                f"{name} ended with a window open: {window.index} of {window.size} micro-batches were "
+                f"{name} ended with a window open: {window.index} of {self.reporter.now.size} micro-batches were "
                 f"accumulated and never used. Iterate with {name}.over(...), or call {name}.flush() when the data ends."
             )
 
