@@ -43,24 +43,20 @@ class StaticEngine(DDPEngine):
     """One `DistributedDataParallel` with `static_graph=True`."""
 
     def __init__(self, ddp: DistributedDataParallel, module: nn.Module | None = None) -> None:
-        self._owes_first = not ddp._static_graph_delay_allreduce_enqueued
+        self.owes_first = not ddp._static_graph_delay_allreduce_enqueued
         self._is_first = False  # whether the armed backward is the very first
         self._had: list[bool] = []  # which parameters had a gradient before it
         super().__init__(ddp, module)
 
-    @property
-    def owes_first(self) -> bool:
-        return self._owes_first
-
     def hold(self) -> object:  # type: ignore[override]
         found = super().hold()
-        if self._owes_first:
+        if self.owes_first:
             self._ddp._static_graph_delay_allreduce_enqueued = True  # so that DDP's forward does not arrange it
         return found
 
     def restore(self, found: object) -> None:
         super().restore(found)  # type: ignore[arg-type]
-        if self._owes_first:
+        if self.owes_first:
             self._ddp._static_graph_delay_allreduce_enqueued = False
             state = vars(self._ddp)
             # The user may run DDP without gradsync from here on: before that forward, the held backwards are forgotten.
@@ -70,10 +66,10 @@ class StaticEngine(DDPEngine):
     def arm(self, loss: torch.Tensor | None) -> None:
         self._begin_graph_anew()
         super().arm(loss)
-        self._is_first = self._owes_first
-        if self._owes_first:
+        self._is_first = self.owes_first
+        if self.owes_first:
             self._had = [parameter.grad is not None for parameter in self._reduced]
-            self._ddp._static_graph_delay_allreduce_enqueued, self._owes_first = True, False
+            self._ddp._static_graph_delay_allreduce_enqueued, self.owes_first = True, False
             if loss is None:
                 self._queue_delayed_reduction()
             else:
@@ -115,7 +111,7 @@ class StaticEngine(DDPEngine):
         self.reduce()
 
     def misuse(self) -> GradSyncError | None:
-        if self._owes_first:
+        if self.owes_first:
             return None  # `reduce` has more to say
         # What this rank itself used is not known of a first reduction without gradsync.
         here = vars(self._ddp).get(_USED_HERE) or self._used_anywhere()
@@ -134,7 +130,7 @@ class StaticEngine(DDPEngine):
 
     def reduce(self, used: Sequence[object] | None = None) -> None:
         """Like every engine's. `used` has the parameters that ranks used, by default those of the first micro-batch."""
-        if self._owes_first:
+        if self.owes_first:
             raise GradSyncError(
                 "The first synchronisation of a DDP with static_graph=True must be that of a backward, in which it "
                 "learns what the graph is, but gradients are to be synchronised that were all held back. Synchronise "
@@ -176,7 +172,7 @@ class StaticEngine(DDPEngine):
         watch = vars(self._ddp).pop(_HELD, None)
         if watch is not None:
             watch.remove()
-            if self._owes_first:
+            if self.owes_first:
                 self._rebuild_reducer()
 
     def _rebuild_reducer(self) -> None:
@@ -184,7 +180,7 @@ class StaticEngine(DDPEngine):
         vars(self._ddp).pop(_USED_HERE, None)
         vars(self._ddp).pop(_USED_ANYWHERE, None)
         vars(self._ddp).pop(_HALF, None)
-        self._ddp._static_graph_delay_allreduce_enqueued, self._owes_first = False, True
+        self._ddp._static_graph_delay_allreduce_enqueued, self.owes_first = False, True
         self._reducer._set_static_graph()
 
     def _queue_delayed_reduction(self) -> None:

@@ -60,6 +60,8 @@ class Engine:
     #: Whether it synchronises in the backward of a replay; else after it. If its forward communicates, it does.
     arms_replays = True
     _replayed: Sequence[torch.Tensor] = ()  # parameters that had no gradient before a replay
+    #: Whether the next micro-batch must synchronise, even if it is held (the first of a static graph).
+    owes_first = False
     #: Whether the engine's module is inside torch.compile.
     is_compiled = False
     #: Modules of the same class, below the engine's own, that it takes care of too.
@@ -112,11 +114,6 @@ class Engine:
 
     def ungather(self) -> None:
         """Free what a forward has gathered, so that the module's parameters are those of its optimizer."""
-
-    @property
-    def owes_first(self) -> bool:
-        """Whether the next micro-batch must synchronise, even if it is held (the first of a static graph)."""
-        return False
 
     def trainable(self) -> bool:
         """Whether anything is trainable. Asked when a window opens."""
