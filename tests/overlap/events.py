@@ -493,24 +493,27 @@ def not_compressed_afterwards() -> None:
     assert same(model.parameters(), other.parameters())
 
 
-def flags_are_not_cast() -> set[torch.dtype]:
-    """The dtypes in which buckets travel under compress: bfloat16, and the ledger's own."""
+def flags_are_not_cast(sync: str) -> list[set[torch.dtype]]:
+    """The dtypes in which buckets travel under compress, in each call of a window: bfloat16, and the ledger's own."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sent, all_reduce = set(), dist.all_reduce
+    sent, all_reduce = [], dist.all_reduce
 
     def noted(tensor, *args, **kwargs):
-        sent.add(tensor.dtype)
+        sent[-1].add(tensor.dtype)
         return all_reduce(tensor, *args, **kwargs)
 
-    @gradsync.accumulating(1, compress="bf16")
+    @gradsync.accumulating(2, compress="bf16", sync=sync)
     def step(model, optimizer):
         return model(torch.ones(1, 2)).sum()
 
     step(model, optimizer)
+    step(model, optimizer)
     dist.all_reduce = noted
     try:
-        step(model, optimizer)
+        for _ in range(2):
+            sent.append(set())
+            step(model, optimizer)
     finally:
         dist.all_reduce = all_reduce
     return sent

@@ -20,7 +20,6 @@ from gradsync.functional._team.team import Team
 from gradsync.functional._window.closing import Closing, factor_of
 from gradsync.functional._window.exchange import Exchange, alike
 from gradsync.functional._window.share import Share
-from gradsync.functional._window.terms import Terms
 from gradsync.functional._window.window import Window
 from gradsync.ranks.lost import WaitingFor, is_lost, lost
 from gradsync.ranks.tables import Sent
@@ -45,15 +44,17 @@ class Transport:
 class Held:
     """A held place. No engine synchronises, except with `sync="each"`, or in a static graph's first micro-batch."""
 
-    __slots__ = ("_terms", "_window", "order")
+    __slots__ = ("_run", "_window", "order")
     closing: Closing | None = None  # what came to the window, once that is known
 
-    def __init__(self, window: Window, order: Order, terms: Terms) -> None:
+    def __init__(self, run: Any, order: Order) -> None:
         self.order = order
-        self._window = window
-        self._terms = terms
+        self._run = run
+        self._window: Window = run.open_window
 
     def __enter__(self) -> Self:
+        if self.order is not HELD:
+            self._run.transport.carry(self._window)
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
@@ -66,6 +67,8 @@ class Held:
                 self.order.complete()
             except BaseException as late:  # noqa: BLE001 - it goes on, below
                 failure = late
+        if self.order is not HELD:
+            self._run.transport.carried(self._window)
         if failure is None:
             self._end()
             return False
@@ -85,7 +88,7 @@ class Held:
             raise lost(failure, self._window.what()) from failure
         if self.order is not HELD:
             clarify(failure)
-        return self._terms.skips(failure) and self._window.fail()
+        return bool(self._run.terms.skips(failure) and self._window.fail())
 
 
 class Boundary(Held):
@@ -93,9 +96,7 @@ class Boundary(Held):
 
     def __init__(self, run: Any, order: Order) -> None:
         # The table leaves before the backward; if engines synchronise twice (a static graph), between these.
-        super().__init__(run.open_window, order._replace(between=self._send) if order.again else order, run.terms)
-        self._run = run
-        self._transport: Transport = run.transport
+        super().__init__(run, order._replace(between=self._send) if order.again else order)
         self._sent: Sent | None = None
         self._failed = False  # whether the backward did
         self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
@@ -106,20 +107,17 @@ class Boundary(Held):
         with WaitingFor(self._window.what):
             if not self.order.again:
                 self._send()
-            self._transport.carry(self._window)
-        return self
+            return super().__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> bool:
         with WaitingFor(self._window.what):
             return super().__exit__(kind, error, where)
 
     def _end(self) -> None:
-        self._transport.carried(self._window)
         self._note(self._close())
 
     def _drops(self, failure: BaseException) -> bool:
         """After a failure, run the window's other collectives, as the other ranks do after their backward."""
-        self._transport.carried(self._window)
         closing = None
         if not is_lost(failure):
             self._failed = True
@@ -142,14 +140,14 @@ class Boundary(Held):
         shares = self._hear()
         # One rank sends no table: in a loop, or with counts, its own share says all that the table would.
         told = self._sent is not None or self._run.always_sends or window.kind == SUMS
-        factor = factor_of(shares, self._terms.tail)
+        factor = factor_of(shares, self._run.terms.tail)
         closing = Closing(tuple(shares), team.rank, factor, told, window.losses, window.count)
         if self._due:
             self._make_buffers_equal()
-        if not self._terms.skip or team.num_ranks == 1:
+        if not self._run.terms.skip or team.num_ranks == 1:
             return closing
         closing = closing._replace(failures=team.tables.send([float(window.failed or self._failed)]))
-        return closing if self._transport.closes_before or not closing.has_failed else closing.without_factor()
+        return closing if self._run.transport.closes_before or not closing.has_failed else closing.without_factor()
 
     def _send(self) -> None:
         window, run = self._window, self._run
@@ -157,7 +155,7 @@ class Boundary(Held):
             return
         self._due = run.exchange.due(run)
         self._sent = window.heard if window.heard is not None else run.exchange.send(run)
-        if self._transport.closes_before:
+        if self._run.transport.closes_before:
             # This waits for the table only if rank 0 may have no micro-batch.
             source = 0 if self._due[0] else self._source_of_buffers()
             self._arrivals = [engine.send_buffers(source) for engine in window.active]
@@ -171,7 +169,7 @@ class Boundary(Held):
 
     def _make_buffers_equal(self) -> None:
         """After the backward: send buffers, or wait for those that were sent before it."""
-        if self._transport.closes_before:
+        if self._run.transport.closes_before:
             for arrive in self._arrivals:
                 arrive()
         else:

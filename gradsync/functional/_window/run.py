@@ -171,12 +171,9 @@ class Run:
 
     def passage(self, place: Place, order: Order | None = None) -> Held:
         """What synchronises in a backward of this place, as a rule in its own order: a context manager around it."""
-        window = self.open_window
         if order is None:
-            order = self._order(window, place)
-        if place.last:
-            return Boundary(self, order)
-        return Held(window, order, self.terms)
+            order = self._order(self.open_window, place)
+        return (Boundary if place.last else Held)(self, order)
 
     def miss(self, place: Place) -> Closing | None:
         """Run nothing in a place of `Role.MISSES`. In the last place, what is held synchronises without a backward."""
