@@ -5,8 +5,6 @@ flag that `no_sync` sets, `_sync_gradients` of each instance, is set here direct
 
 `_torch_privates.py` lists what is private in torch here. Instances and handles refer to the modules. They are held
 weakly, so that an engine that is kept somewhere does not keep its model alive.
-
-A held gradient has the size of the whole flat parameter; a reduced one has the size of this rank's shard.
 """
 
 from __future__ import annotations
@@ -20,14 +18,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, _
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
 from gradsync._errors import GradSyncError
+from gradsync.engines._fsdp1_flat import forget_hook, holds_whole, is_whole, own, parts, set_gradient, views
 from gradsync.engines._protocol import Engine, trained_alike
 from gradsync.engines._torch_privates import check_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
-    from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 _Switches = list[tuple[Any, bool]]  # of instances
 
@@ -50,10 +49,8 @@ class FSDP1Engine(Engine):
         self._group = module.process_group
         self._mesh_group: dist.ProcessGroup | None = None
         self._held: dict[FlatParamHandle, tuple[torch.Tensor, int]] = {}  # between arming and settling
-        handles = self._handles
-        if any(handle.uses_sharded_strategy for handle in handles):
-            self.shard_group = module.process_group
-        for handle in handles[:1]:
+        self.shard_group = module.process_group
+        for handle in self._handles[:1]:
             check_torch("fsdp1", module=module, handle=handle, runtime=_runtime_utils)
 
     @property
@@ -82,7 +79,11 @@ class FSDP1Engine(Engine):
     @property
     def parameters(self) -> Sequence[nn.Parameter]:  # type: ignore[override]
         # A flat parameter refers to its modules, so it is not kept here either.
-        return [p for handle in self._handles for p in (handle.flat_param._params or [handle.flat_param])]
+        return [parameter for handle in self._handles for parameter in own(handle)]
+
+    @property
+    def in_pieces(self) -> Sequence[nn.Parameter]:
+        return [parameter for handle in self._handles if handle.uses_sharded_strategy for parameter in own(handle)]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -93,11 +94,11 @@ class FSDP1Engine(Engine):
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
-        return [trained_alike(flat, flat._params or [flat]) for flat in (handle.flat_param for handle in self._handles)]
+        return [trained_alike(handle.flat_param, own(handle)) for handle in self._handles]
 
     @property
     def gathered(self) -> dict[torch.Tensor, nn.Parameter]:
-        return {view: parameter for handle in self._handles for view, parameter in _views(handle)}
+        return {view: parameter for handle in self._handles for view, parameter in views(handle)}
 
     @property
     def emptied(self) -> set[nn.Module]:
@@ -106,8 +107,8 @@ class FSDP1Engine(Engine):
 
     def num_held(self) -> int:
         # A gradient that is not reduced yet; a reduced one is in the parameters, like any other engine's.
-        held = [h for h in self._handles if h.uses_sharded_strategy and _holds_whole(h.flat_param)]
-        return sum(p.grad is not None for h in held for p in (h.flat_param._params or [h.flat_param]))
+        held = [one for one in self._handles if one.uses_sharded_strategy and holds_whole(one.flat_param)]
+        return sum(parameter.grad is not None for handle in held for parameter in own(handle))
 
     def held_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         held: dict[nn.Parameter, torch.Tensor] = {}
@@ -119,8 +120,8 @@ class FSDP1Engine(Engine):
                     "boundary, where progress.index is 0."
                 )
             if handle.flat_param.grad is not None:
-                parts = _parts(handle, handle.flat_param.grad)
-                held.update((parameter, part) for parameter, part in parts.items() if parameter.requires_grad)
+                each = parts(handle, handle.flat_param.grad).items()
+                held.update((parameter, part) for parameter, part in each if parameter.requires_grad)
         return held
 
     def load_held(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
@@ -128,9 +129,8 @@ class FSDP1Engine(Engine):
             parameter.grad = None
         for handle in self._handles:
             flat = handle.flat_param
-            own = flat._params or [flat]
             shapes = flat._shapes if flat._params else [flat._unpadded_unsharded_size]
-            came = [(gradients[p], shape) for p, shape in zip(own, shapes, strict=True) if p in gradients]
+            came = [(gradients[p], shape) for p, shape in zip(own(handle), shapes, strict=True) if p in gradients]
             if not came:
                 continue
             reduced = any(gradient.dim() > len(shape) for gradient, shape in came)
@@ -138,11 +138,10 @@ class FSDP1Engine(Engine):
             size = flat.shape if reduced else flat._unpadded_unsharded_size
             # A shard is where its parameter is; an offloaded parameter computes on another device.
             gradient = torch.zeros(size, dtype=dtype, device=flat.device if reduced else handle.device)
-            for parameter, part in _parts(handle, gradient).items():
+            for parameter, part in parts(handle, gradient).items():
                 if parameter in gradients:
                     part.copy_(gradients[parameter])
-            flat.grad = torch.empty_like(flat)
-            flat.grad.data = gradient  # of another size and type than the shard, as after a held backward
+            set_gradient(flat, gradient)
             if flat._params and reduced:
                 handle._use_sharded_grad_views()
             elif flat._params:  # without gradients at these, the next forward would drop the flat one
@@ -153,14 +152,12 @@ class FSDP1Engine(Engine):
         for handle, owner in self._owners.items():
             if handle._training_state is not HandleTrainingState.IDLE:
                 continue
-            if any(_views(handle)):
+            if any(views(handle)):
                 _runtime_utils._reshard(owner, handle, False)
             # A forward of frozen parameters leaves a hook for the backward of its inputs. Where these need no gradient,
             # none comes, and the next trained forward would take this hook for its own.
-            hooks: Any = getattr(handle.flat_param, "_post_backward_hook_state", ())
-            if len(hooks) == 1:
-                hooks[0].remove()
-                del handle.flat_param._post_backward_hook_state
+            if len(getattr(handle.flat_param, "_post_backward_hook_state", ())) == 1:
+                forget_hook(handle.flat_param)
 
     # -- micro-batch ----------------------------------------------------------------------------------------------
 
@@ -172,6 +169,22 @@ class FSDP1Engine(Engine):
             module.__dict__["_sync_gradients"] = flag
         self.ungather()  # else the next forward would take views that this one has left for new parameters
 
+    def before_frozen(self) -> Callable[[], None]:
+        # The next forward drops the gradients of original parameters that are frozen, and then the flat one.
+        kept = [
+            (flat, [*(flat._is_grad_none_mask or ())], [(one, one.grad) for one in (flat, *own(handle))])
+            for handle in self._handles
+            if (flat := handle.flat_param)._params and flat.grad is not None
+        ]
+
+        def put_back() -> None:
+            for flat, mask, gradients in kept:
+                flat._is_grad_none_mask = mask
+                for parameter, gradient in gradients:
+                    set_gradient(parameter, gradient)
+
+        return put_back
+
     # -- boundary -------------------------------------------------------------------------------------------------
 
     def arm(self, loss: torch.Tensor | None) -> None:  # noqa: ARG002 - whatever reaches a flat parameter reduces it
@@ -179,7 +192,7 @@ class FSDP1Engine(Engine):
         self._held = {}
         for handle in self._handles:
             gradient = handle.flat_param.grad
-            if gradient is not None and _is_whole(handle.flat_param, gradient):
+            if gradient is not None and is_whole(handle.flat_param, gradient):
                 self._held[handle] = (gradient, gradient._version)
                 # A held backward has set it. FSDP would then insist on a gradient from the next backward.
                 handle.flat_param._post_backward_called = False
@@ -190,6 +203,7 @@ class FSDP1Engine(Engine):
             if handle.flat_param.grad is gradient and gradient._version == version:
                 self._reduce_held(handle)
         self._held = {}
+        self._free_gathered()
 
     def abort(self) -> None:
         # The other ranks wait in a gather of this rank's parameters, and nothing here can end that.
@@ -197,8 +211,9 @@ class FSDP1Engine(Engine):
 
     def reduce(self) -> None:
         for handle in reversed(self._handles):
-            if _holds_whole(handle.flat_param):
+            if holds_whole(handle.flat_param):
                 self._reduce_held(handle)
+        self._free_gathered()
 
     def discard(self) -> None:
         self._held = {}
@@ -209,6 +224,7 @@ class FSDP1Engine(Engine):
                 parameter.grad = None
             if hasattr(flat, "_saved_grad_shard"):
                 del flat._saved_grad_shard
+            forget_hook(flat)  # of a forward whose backward never came: a layer may be frozen before the next
         root = self._root_ref()
         if root is None or not root._is_root:
             return  # the model is gone, no forward has run, or another root is above
@@ -252,6 +268,13 @@ class FSDP1Engine(Engine):
             flat._post_backward_called = False
         module.training_state, handle._training_state = states
 
+    def _free_gathered(self) -> None:
+        """Free what a forward without a backward has gathered: FSDP would go on with it after the update."""
+        for handle, owner in self._owners.items():
+            is_idle = handle._training_state is HandleTrainingState.IDLE
+            if handle.uses_sharded_strategy and is_idle and not handle.needs_unshard():
+                _runtime_utils._reshard(owner, handle, True)
+
     def _switch(self, *, on: bool) -> _Switches:
         # Written through __dict__: nn.Module.__setattr__ costs 1.7 us.
         instances = self._instances
@@ -263,7 +286,8 @@ class FSDP1Engine(Engine):
     def _is_under_way(self) -> bool:
         """Whether an exception has left FSDP in the middle of a forward or backward."""
         root = self._root
-        return root._post_backward_callback_queued or any(
+        # The attribute is there from the end of the first forward on.
+        return getattr(root, "_post_backward_callback_queued", False) or any(
             state.training_state is not TrainingState.IDLE for state in root._all_fsdp_states
         )
 
@@ -277,44 +301,6 @@ class FSDP1Engine(Engine):
         for handle in self._handles:
             handle.flat_param._post_backward_called = False
             handle.flat_param.grad = None
-
-
-def _is_whole(flat: FlatParameter, gradient: torch.Tensor) -> bool:
-    """Whether a gradient has the size of the whole flat parameter: it is held, or not sharded. Else it is reduced."""
-    return gradient.shape == flat._unpadded_unsharded_size
-
-
-def _holds_whole(flat: FlatParameter) -> bool:
-    return flat.grad is not None and _is_whole(flat, flat.grad)
-
-
-def _parts(handle: FlatParamHandle, gradient: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
-    """Views of a flat gradient by parameter: whole gradients, or pieces, which have one dimension more."""
-    flat = handle.flat_param
-    whole = _is_whole(flat, gradient)
-    if flat._params is None:
-        return {flat: gradient if whole else gradient.unsqueeze(0)}
-    if whole:
-        return dict(zip(flat._params, handle._get_unflat_views(gradient), strict=True))
-    return {
-        parameter: gradient[info.offset_in_shard :][: info.numel_in_shard].view(*[1] * len(shape), -1)
-        for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True)
-        if info.in_shard
-    }
-
-
-def _views(handle: FlatParamHandle) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
-    """The views of a flat parameter that stand in modules in place of its parameters, with these.
-
-    A forward whose backward has not run leaves them (SHARD_GRAD_OP), and so does a backward that has not come to the
-    flat parameter (NO_SHARD): then the parameters are not even in `_parameters`. All of them are there, or none.
-    """
-    flat = handle.flat_param
-    for info, parameter in zip(flat._param_infos, flat._params or (), strict=False):
-        view = vars(info.module).get(info.param_name)
-        if not isinstance(view, torch.Tensor) or view is parameter:
-            return
-        yield view, parameter
 
 
 def _whole_group(module: Any) -> dist.ProcessGroup:

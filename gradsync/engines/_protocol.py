@@ -49,7 +49,7 @@ class Engine:
     holds_inside = False
     #: Whether a forward gives its leaves new storage. Do not keep their autograd nodes.
     swaps_storage = False
-    #: The ranks over which each plain gradient lies in flat pieces; None if it is whole, or a DTensor.
+    #: The ranks over which the plain gradients of `in_pieces` lie in flat pieces.
     shard_group: ProcessGroup | None = None
     #: Groups of ranks that run a forward together, and so need the same data (tensor parallelism).
     twins: Sequence[ProcessGroup] = ()
@@ -80,6 +80,11 @@ class Engine:
     def leaves(self) -> Sequence[torch.Tensor]:
         """The tensors at which gradients arrive, for hooks: other tensors than `parameters` if these are gathered."""
         return self.parameters
+
+    @property
+    def in_pieces(self) -> Sequence[nn.Parameter]:
+        """The parameters whose gradients lie in pieces over `shard_group`, and are no DTensors."""
+        return self.parameters if self.shard_group else ()
 
     @property
     def gathered(self) -> Mapping[torch.Tensor, nn.Parameter]:
@@ -141,6 +146,10 @@ class Engine:
     def restore(self, found: Any) -> None:
         """Undo `hold`, and any `arm` since then."""
         raise NotImplementedError
+
+    def before_frozen(self) -> Callable[[], object]:
+        """Its parameters are frozen for a while: returns what puts held gradients back that this would lose."""
+        return bool
 
     def arm(self, loss: torch.Tensor | None) -> None:
         """Make the next backward, that of `loss`, synchronise all that is accumulated.

@@ -43,7 +43,7 @@ PRIVATES: dict[str, dict[str, str]] = {
         "module": "_sync_gradients _handle _is_root training_state process_group sharding_strategy _device_handle",
         "handle": """
             flat_param uses_sharded_strategy device _reduce_dtype _training_state prepare_gradient_for_optim
-            _get_unflat_views _use_unsharded_grad_views _use_sharded_grad_views
+            _get_unflat_views _use_unsharded_grad_views _use_sharded_grad_views needs_unshard
             """,
         "handle.flat_param": """
             _params _shapes _shard_param_infos _unpadded_unsharded_size _param_infos _shared_param_infos
@@ -77,7 +77,7 @@ PRIVATES: dict[str, dict[str, str]] = {
 MADE_LATER: dict[str, dict[str, str]] = {
     "fsdp1": {
         "module": "_all_fsdp_states _post_backward_callback_queued _post_backward_stream _all_reduce_stream",
-        "handle.flat_param": "_post_backward_called _local_shard",
+        "handle.flat_param": "_post_backward_called _local_shard _is_grad_none_mask",
     },
     "fsdp2": {
         "state._comm_ctx": "post_forward_order all_gather_state reduce_scatter_states|reduce_scatter_state",

@@ -66,7 +66,7 @@ class Bystanders:
         """Switch `requires_grad` of these parameters off; returns what `restore` needs."""
         for engine in self.engines:
             engine.ungather()  # parameters that are gathered already would not see the switch
-        found = [engine.hold() for engine in self.engines]
+        found = [(engine.hold(), engine.before_frozen()) for engine in self.engines]
         switched_off = []
         with SWITCHING:
             for parameter in self._parameters:
@@ -89,9 +89,10 @@ class Bystanders:
                     state[_HOLDERS] = holders
                 else:
                     parameter.requires_grad_(True)
-        for engine, flag in zip(self.engines, flags, strict=True):
+        for engine, (flag, put_back) in zip(self.engines, flags, strict=True):
             engine.restore(flag)
             engine.ungather()
+            put_back()
 
 
 @contextmanager

@@ -102,8 +102,7 @@ class Team:
         # Whether the ranks must run each micro-batch together, because their forwards wait for each other.
         self.lockstep = self.forward_communicates and self.num_ranks > 1
         # The ranks over which plain gradients lie in pieces, by the id of the parameter: norms take all pieces.
-        pieces = [engine for engine in engines if engine.shard_group]
-        self.spread: Mapping[int, Any] = {id(p): engine.shard_group for engine in pieces for p in engine.parameters}
+        self.spread: Mapping[int, Any] = {id(p): engine.shard_group for engine in engines for p in engine.in_pieces}
         self.holds_inside = any(engine.holds_inside for engine in engines)
         moving = {id(p) for engine in engines if engine.swaps_storage for p in engine.parameters}
         # Those that a watch looks at: not those without an optimizer, nor those whose gradient is another object later.
