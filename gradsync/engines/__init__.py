@@ -11,6 +11,7 @@ from gradsync.engines._find import (
     is_engine,
     is_in_pieces,
     register,
+    twins_of,
     uncovered,
     ungather,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "is_in_pieces",
     "register",
     "settle_all_groups",
+    "twins_of",
     "uncovered",
     "ungather",
 ]

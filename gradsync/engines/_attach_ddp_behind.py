@@ -78,7 +78,7 @@ def _rests(roots: Sequence[nn.Module], loose: Iterable[nn.Parameter], covered: s
     trainable = [parameter for parameter in (*outside, *inside) if _needs_engine(parameter)]
     for device in dict.fromkeys(parameter.device.type for parameter in trainable):
         mine = [parameter for parameter in trainable if parameter.device.type == device]
-        others = covered | {id(p) for p in inside if p.device.type != device}
+        others = covered | {id(p) for p in inside if p.device.type != device or mesh_of(p) is not None}
         ids = set(map(id, mine))
         own = [root for root in roots if any(id(parameter) in ids for parameter in root.parameters())]
         yield Rest(own, [p for p in outside if id(p) in ids], others, mine)

@@ -50,7 +50,7 @@ def find(models: Iterable[nn.Module]) -> list[Engine]:
 
 def uncovered(models: Iterable[nn.Module], engines: Iterable[Engine]) -> list[str]:
     """The names of trainable parameters in `models` that are in none of `engines`."""
-    covered = {id(parameter) for engine in engines for parameter in engine.parameters}
+    covered = {id(one) for engine in engines for one in (*engine.parameters, *engine.gathered)}
     return [
         name
         for model in models
@@ -141,6 +141,13 @@ def walk(models: Iterable[nn.Module]) -> tuple[list[Engine], set[int]]:
 def mesh_of(parameter: nn.Parameter) -> Any:
     """The mesh of a `DTensor`; None for a plain parameter."""
     return getattr(parameter, "device_mesh", None)
+
+
+def twins_of(parameters: Iterable[nn.Parameter]) -> list[dist.ProcessGroup]:
+    """The ranks that run a forward of these parameters together, because they are `DTensor`s, and in no engine."""
+    meshes = dict.fromkeys(mesh for parameter in parameters if (mesh := mesh_of(parameter)) is not None)
+    groups = dict.fromkeys(mesh.get_group(dimension) for mesh in meshes for dimension in range(mesh.ndim))
+    return [group for group in groups if group.size() > 1]
 
 
 def _make_for(kind: type[nn.Module]) -> Callable[[Any], Engine] | None:

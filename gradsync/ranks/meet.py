@@ -48,14 +48,15 @@ def meet_with_data(
 ) -> list[dict[str, Any]]:
     """`meet`, and then compare the data of ranks that run a forward together; raises on every rank if it differs.
 
-    `twins` are the tensor-parallel groups. Their ranks are in different data-parallel groups, and compare what was said
-    there.
+    `twins` are the tensor-parallel groups. Where their ranks are in different data-parallel groups, they compare what
+    was said there.
     """
     said = meet(group, topic, saying)
-    what = "numbers of items"
     for others in twins:
-        heard = meet(others, topic, {what: [one["items"] for one in said]})
-        agreed([(dist.get_global_rank(others, rank), one[what]) for rank, one in enumerate(heard)], what, ONE_FORWARD)
+        heard = meet(others, topic, {"in the group": [one["items"] for one in said], "own": saying["items"]})
+        for what in heard[0]:
+            numbers = [(dist.get_global_rank(others, rank), one[what]) for rank, one in enumerate(heard)]
+            agreed(numbers, "numbers of items", ONE_FORWARD)
     return said
 
 

@@ -135,3 +135,25 @@ def test_a_bystander_on_fsdp1(ranks, make):
     """torch's own assertion failed in the maker's step."""
     for came in ranks(2).run(on_ranks, make):
         torch.testing.assert_close(came, judged(lambda model: model, several=False), rtol=1e-12, atol=1e-12)
+
+
+def no_sync_after_an_evaluation(wrap: Callable) -> None:
+    """An evaluation has left gathered tensors; then gradients are held by hand, and synchronised."""
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    rank = dist.get_rank()
+    with torch.no_grad():
+        model(micro_batch(0, 0))
+    with gradsync.no_sync(model):
+        for index in range(2):
+            (mean_loss(model, micro_batch(rank, index)) / 2).backward()
+    gradsync.sync_gradients(model)
+    optimizer.step()
+    _, expected = train(net(), [[(r, index) for r in range(2) for index in range(2)]], window_mean, LR)
+    with torch.no_grad():
+        torch.testing.assert_close(model(micro_batch(0, 9)), expected(micro_batch(0, 9)), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrap", [fsdp2, fsdp2_without_root, fsdp1, fsdp1_flat])
+def test_no_sync_after_an_evaluation(ranks, wrap):
+    ranks(2).run(no_sync_after_an_evaluation, wrap)

@@ -54,7 +54,7 @@ def _meet(loop: LoopKnowledge, run: Run) -> None:
     """Compare settings, of each run on the ranks that know it, and hear who has items. Errors come on every rank."""
     name, data, team = loop.name, loop.data, run.fitting_team()
     loop.called.append(run)
-    if team.num_ranks == 1:
+    if team.num_ranks == 1 and not team.twins:
         return
     if any(engine.joins for engine in team.engines):
         raise GradSyncError(
@@ -99,7 +99,7 @@ def _meet(loop: LoopKnowledge, run: Run) -> None:
                 f"({'a static graph begins on all ranks together' if owes else why}), but rank {cannot} has none. Give "
                 "each rank an item. Behind a bare model, .over of accumulating needs none."
             )
-    if team.has_sync_batchnorm and not loop.is_even:
+    if team.has_sync_batchnorm and team.num_ranks > 1 and not loop.is_even:
         told = ", ".join(f"rank {rank} has {'?' if n is None else n}" for rank, n in enumerate(loop.lengths))
         raise GradSyncError(
             f"SyncBatchNorm waits for every rank in each forward, so that all need equally many items in {name}, but "

@@ -63,7 +63,7 @@ class LoopKnowledge:
     def is_in_lockstep(self) -> bool:
         """Whether the ranks run each call together. If one run of the loop needs that, all its runs do it."""
         for run in self.called:  # noqa: SIM110 - in each call, where a generator would cost more than the answer
-            if run.team is not None and run.team.lockstep:
+            if run.team is not None and run.team.goes_together:
                 return True
         return False
 
@@ -76,7 +76,7 @@ class LoopKnowledge:
     @property
     def is_over(self) -> bool:
         """Whether no rank has items left, or a window that is still to be closed."""
-        if not self.called or self.team.num_ranks == 1:
+        if not self.called or (self.team.num_ranks == 1 and not self.team.twins):
             return self.first_open == NOBODY
         some = any(share.left or share.open != NOBODY for share in self.shares)
         return not some and self.only_run is not None and self.only_run.window is None

@@ -48,14 +48,14 @@ class Bystanders:
     again.
     """
 
-    __slots__ = ("_parameters", "engines")
+    __slots__ = ("engines", "parameters")
 
     def __init__(self, parameters: Sequence[nn.Parameter] = (), engines: Sequence[Engine] = ()) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self.engines = engines
 
     def __bool__(self) -> bool:
-        return bool(self._parameters or self.engines)
+        return bool(self.parameters or self.engines)
 
     @property
     def forward_communicates(self) -> bool:
@@ -69,7 +69,7 @@ class Bystanders:
         found = [(engine.hold(), engine.before_frozen()) for engine in self.engines]
         switched_off = []
         with SWITCHING:
-            for parameter in self._parameters:
+            for parameter in self.parameters:
                 state = vars(parameter)
                 holders = state.get(_HOLDERS, 0)
                 if holders or parameter.requires_grad:

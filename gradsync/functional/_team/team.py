@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradsync._errors import GradSyncError
-from gradsync.engines import attach, find, is_compiled, ungather
+from gradsync.engines import attach, find, is_compiled, twins_of, ungather
 from gradsync.functional._team.hidden_engine import HiddenEngineWatch
 from gradsync.functional._team.hold import Bystanders, Hold
 from gradsync.functional._team.model_changes import ModelsAsTheyWere
@@ -96,11 +96,16 @@ class Team:
         self.group: dist.ProcessGroup | None = engines[0].group if engines else None
         self.tables = Tables(self.group, self.parameters)
         self.num_ranks, self.rank = self.tables.num_ranks, self.tables.rank
-        self.twins = [group for engine in engines for group in engine.twins]
+        taken = {id(p) for engine in (*engines, *bystanders.engines) for p in engine.parameters}
+        loose = [p for p in (*self.parameters, *bystanders.parameters) if id(p) not in taken]
+        # The ranks that run each forward of a part of the model together: tensor parallelism.
+        self.twins = [*(group for engine in engines for group in engine.twins), *twins_of(loose)]
         self.hold = Hold([*engines, bystanders] if bystanders else engines, sync)
         self.forward_communicates = any(communicates) or bystanders.forward_communicates
-        # Whether the ranks must run each micro-batch together, because their forwards wait for each other.
+        # Whether the ranks that are averaged must run each micro-batch together: their forwards wait for each other.
         self.lockstep = self.forward_communicates and self.num_ranks > 1
+        # Whether a loop must see to it that all ranks come to the same micro-batches.
+        self.goes_together = self.lockstep or bool(self.twins)
         # The ranks over which plain gradients lie in pieces, by the id of the parameter: norms take all pieces.
         self.spread: Mapping[int, Any] = {id(p): engine.shard_group for engine in engines for p in engine.in_pieces}
         self.holds_inside = any(engine.holds_inside for engine in engines)
