@@ -18,7 +18,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, _
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
 from gradsync._errors import GradSyncError
-from gradsync.engines._fsdp1_flat import forget_hook, holds_whole, is_whole, own, parts, set_gradient, views
+from gradsync.engines._fsdp1_flat import (
+    forget_hook,
+    has_run,
+    holds_whole,
+    is_gathered,
+    is_whole,
+    own,
+    parts,
+    set_gradient,
+    views,
+)
 from gradsync.engines._protocol import Engine, trained_alike
 from gradsync.engines._torch_privates import check_torch
 
@@ -228,8 +238,9 @@ class FSDP1Engine(Engine):
         root = self._root_ref()
         if root is None or not root._is_root:
             return  # the model is gone, no forward has run, or another root is above
-        for handle, owner in self._owners.items():  # without sharding, FSDP itself does not
-            _runtime_utils._reshard(owner, handle, handle.uses_sharded_strategy)
+        for handle, owner in self._owners.items():
+            if not handle.uses_sharded_strategy or has_run(handle):  # without sharding, FSDP itself does not
+                _runtime_utils._reshard(owner, handle, handle.uses_sharded_strategy)
         if self._is_under_way():
             self._end_backward()
 
@@ -271,8 +282,7 @@ class FSDP1Engine(Engine):
     def _free_gathered(self) -> None:
         """Free what a forward without a backward has gathered: FSDP would go on with it after the update."""
         for handle, owner in self._owners.items():
-            is_idle = handle._training_state is HandleTrainingState.IDLE
-            if handle.uses_sharded_strategy and is_idle and not handle.needs_unshard():
+            if handle._training_state is HandleTrainingState.IDLE and is_gathered(handle):
                 _runtime_utils._reshard(owner, handle, True)
 
     def _switch(self, *, on: bool) -> _Switches:

@@ -21,6 +21,16 @@ def own(handle: FlatParamHandle) -> list[nn.Parameter]:
     return handle.flat_param._params or [handle.flat_param]
 
 
+def has_run(handle: FlatParamHandle) -> bool:
+    """Whether FSDP has made room to gather a sharded flat parameter, as it does in a first forward."""
+    return hasattr(handle.flat_param, "_full_param_padded")
+
+
+def is_gathered(handle: FlatParamHandle) -> bool:
+    """Whether the whole of a sharded flat parameter is there."""
+    return handle.uses_sharded_strategy and has_run(handle) and not handle.needs_unshard()
+
+
 def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Set a gradient, perhaps of another size and type than the parameter's shard, as a held backward does."""
     if parameter.grad is gradient:

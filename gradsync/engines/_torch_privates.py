@@ -77,7 +77,7 @@ PRIVATES: dict[str, dict[str, str]] = {
 MADE_LATER: dict[str, dict[str, str]] = {
     "fsdp1": {
         "module": "_all_fsdp_states _post_backward_callback_queued _post_backward_stream _all_reduce_stream",
-        "handle.flat_param": "_post_backward_called _local_shard _is_grad_none_mask",
+        "handle.flat_param": "_post_backward_called _local_shard _is_grad_none_mask _full_param_padded",
     },
     "fsdp2": {
         "state._comm_ctx": "post_forward_order all_gather_state reduce_scatter_states|reduce_scatter_state",
