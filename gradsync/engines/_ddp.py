@@ -126,6 +126,7 @@ class DDPEngine(Engine):
         found = (state["require_backward_grad_sync"], state["require_forward_param_sync"], state.get("forward"))
         if found[1] is True:
             self._forget_forward()
+            found = found[0], _AS_FOUND, found[2]
         state["require_backward_grad_sync"] = state["require_forward_param_sync"] = False
         if self._shortcut is not None and not self.is_compiled and not state["_join_config"].enable:
             state["forward"] = self._shortcut
@@ -133,8 +134,7 @@ class DDPEngine(Engine):
 
     def restore(self, found: tuple[bool, bool, Any]) -> None:
         state = vars(self._ddp)
-        state["require_backward_grad_sync"], synchronises, forward = found
-        state["require_forward_param_sync"] = _AS_FOUND if synchronises else False
+        state["require_backward_grad_sync"], state["require_forward_param_sync"], forward = found
         if forward is not None:
             state["forward"] = forward
         elif self._shortcut is not None:

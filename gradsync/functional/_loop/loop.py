@@ -61,6 +61,8 @@ class Loop(LoopKnowledge, Exchange):
         LOOPS.discard(self)
         for run in self._num_changes:
             run.exchange = OUTSIDE
+            if run.window is not None:
+                run.window.left_by_loop = True
         self._num_changes.clear()
         self.kept.clear()
         self._around.clear()
@@ -78,9 +80,9 @@ class Loop(LoopKnowledge, Exchange):
                 "for it, when the first had closed the last window on all ranks. Make equally many calls for each "
                 "item, or call after the loop."
             )
-        self._num_changes.setdefault(run, run.num_changes)
         self.data.call(run)
         if run not in self.called:
+            self._num_changes.setdefault(run, run.num_changes)
             meet_at_first_call(self, run)
 
     def is_last_call(self, run: Run) -> bool:

@@ -50,7 +50,7 @@ class Held:
     def __init__(self, run: Any, order: Order) -> None:
         self.order = order
         self._run = run
-        self._window: Window = run.open_window
+        self._window: Window = run.window
 
     def __enter__(self) -> Self:
         if self.order is not HELD:

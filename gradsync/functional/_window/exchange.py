@@ -49,7 +49,7 @@ class Exchange:
         self.agree(run)
         window: Window = run.open_window
         # Without lockstep, each rank's window has only its own micro-batches, and is full.
-        if run.always_sends or window.kind == SUMS or (window.was_in_loop and window.team.lockstep):
+        if run.always_sends or window.kind == SUMS or (window.left_by_loop and window.team.lockstep):
             return window.team.tables.send(Share.of_window(window).row())
         if window.kind != PLAIN and window.num_micro_batches != window.size:
             raise GradSyncError(

@@ -98,7 +98,7 @@ class Run:
         self.who = who
         self.exchange = exchange = OUTSIDE if loop is None else loop
         exchange.begin(self)
-        window = self._window_of_place()
+        window = self.window or self._opened()
         last = exchange.is_last_call(self) or window.index + 1 >= window.size
         place = Place(window.number, window.index, window.size, last)
         if goes_on and window.team.holds_inside:
@@ -120,7 +120,7 @@ class Run:
     def stand_in(self, loop: Exchange, role: Role) -> Place:
         """The place of this rank in a window of the other ranks, after its own data has ended."""
         self.exchange = loop
-        window = self._window_of_place()
+        window = self.window or self._opened()
         return Place(window.number, window.index, window.size, last=False, role=role)
 
     def holding(self, place: Place) -> AbstractContextManager[Any]:
@@ -276,13 +276,10 @@ class Run:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _window_of_place(self) -> Window:
-        """The window of the place that begins. It is opened if none is open."""
-        window = self.window
-        if window is None:
-            window = self.open(self.fitting_team())
-            self.exchange.plan(self)
-        window.was_in_loop = window.was_in_loop or self.exchange.has_an_end
+    def _opened(self) -> Window:
+        """A window that is opened for the place that begins."""
+        window = self.open(self.fitting_team())
+        self.exchange.plan(self)
         return window
 
     def _without_backward(self, place: Place) -> Closing | None:

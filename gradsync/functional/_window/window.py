@@ -29,7 +29,7 @@ class Window:
     number: int
     size: int
     keeps_losses: bool = True
-    was_in_loop: bool = False  # ranks may have brought different numbers, also if it closes behind the loop
+    left_by_loop: bool = False  # ranks may have brought different numbers, and it closes behind the loop
     active: Sequence[Engine] = field(init=False)  # the engines with anything to train
     sizes: Sent | None = None  # the sizes of all ranks' windows, if the ranks were asked
     heard: Sent | None = None  # the table of all ranks, if it was sent before the boundary
@@ -119,7 +119,7 @@ class Window:
         """Put such a state into a window that has just been opened."""
         device = self.team.parameters[0].device
         self.index, self.num_own = index, state["calls"]
-        self.was_in_loop = True  # it may have been, on all ranks
+        self.left_by_loop = True  # it may have been, on all ranks
         self.num_micro_batches, self.kind, self.failed = state["num_micro_batches"], state["kind"], state["failed"]
         self.count.load(state["count"])
         self.losses = [loss.to(device) for loss in state["losses"]]
