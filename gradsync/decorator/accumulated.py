@@ -31,7 +31,7 @@ class Accumulated(Generic[P, R_co]):
         __wrapped__: Callable[P, R_co]
 
         @property
-        def _self_windows(self) -> WindowsOfFunction: ...
+        def _windows(self) -> WindowsOfFunction: ...
 
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
             """Run one micro-batch; returns what the function returned, its loss detached."""
@@ -50,32 +50,32 @@ class Accumulated(Generic[P, R_co]):
 
         Ranks may hold different numbers of items. What reads ahead goes inside: `step.over(prefetch(loader))`.
         """
-        return (Over if length(iterable) is None else SizedOver)(iterable, self._self_windows)
+        return (Over if length(iterable) is None else SizedOver)(iterable, self._windows)
 
     def flush(self) -> None:
         """Close the open windows now. Collective: every rank calls it, after the same number of closed windows."""
-        self._self_windows.flush()
+        self._windows.flush()
 
     def settle(self) -> None:
         """With `overlap`: wait for gradients that still travel, and make their update. Not collective."""
-        self._self_windows.settle()
+        self._windows.settle()
 
     def reset(self) -> None:
         """Discard the open windows, with their gradients."""
-        self._self_windows.reset()
+        self._windows.reset()
 
     @property
     def progress(self) -> Progress:
         """Counters, loss and gradient norm of the window that was called last."""
-        return self._self_windows.progress
+        return self._windows.progress
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, and mid-window this rank's gradients: plain dicts, numbers and tensors."""
-        return self._self_windows.state_dict()
+        return self._windows.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. A state loaded before the first call is checked and used in that call."""
-        self._self_windows.load_state_dict(state)
+        self._windows.load_state_dict(state)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_OWN, "__wrapped__"})
@@ -83,7 +83,7 @@ class Accumulated(Generic[P, R_co]):
     def __repr__(self) -> str:
         inner = repr(self.__wrapped__)
         inner = inner[1:-1] if inner.startswith("<") else inner
-        settings = self._self_windows.settings.in_words()
+        settings = self._windows.settings.in_words()
         return f"<{inner} under accumulating({settings}), with {', '.join('.' + own for own in _OWN)}>"
 
     # `__doc__` is the function's own docstring. `help` does not call this method (since Python 3.9), and so it finds
@@ -113,7 +113,7 @@ _OWN = [name for name in vars(Accumulated) if not name.startswith("_")]
 
 def _documentation(decorated: Accumulated[..., Any]) -> str:
     """The function's own docstring, and below it what is added, for `help`."""
-    settings = decorated._self_windows.settings.in_words()
+    settings = decorated._windows.settings.in_words()
     added = f"Under gradsync.accumulating({settings}): each call is a micro-batch. It has\n"
     for name in _OWN:
         added += f"\n    .{name}: {(inspect.getdoc(vars(Accumulated)[name]) or '').splitlines()[0]}"
@@ -134,12 +134,12 @@ class _AccumulatedMethod(Accumulated[P, R_co], _BoundWrapper):  # type: ignore[m
     __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
 
     @property
-    def _self_windows(self) -> WindowsOfFunction:
+    def _windows(self) -> WindowsOfFunction:
         instance = self._self_instance
         # What wrapt hands to a call: the class of a classmethod, and nothing of a staticmethod.
         if self._self_binding in {"classmethod", "staticmethod"}:
             instance = getattr(self.__wrapped__, "__self__", None)
-        return self._self_parent._self_windows.of(instance)  # type: ignore[no-any-return]
+        return self._self_parent._windows.of(instance)  # type: ignore[no-any-return]
 
     # A bound method is copied and pickled like Python's own: the instance, and the name of the method. What is taken
     # from the class is a function.
@@ -154,7 +154,6 @@ class _AccumulatedMethod(Accumulated[P, R_co], _BoundWrapper):  # type: ignore[m
 
 
 class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc] # noqa: D101
-    _self_windows: WindowsOfFunction  # wrapt keeps what begins with `_self_` on the wrapper, not on the function
     __bound_function_wrapper__ = _AccumulatedMethod
     __doc__ = _HELP  # pyright: ignore[reportAssignmentType]
 
@@ -174,6 +173,10 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
         super().__init__(function, call)
         self._self_windows = all_windows
 
+    @property
+    def _windows(self) -> WindowsOfFunction:
+        return self._self_windows
+
     # A decorated function is copied as itself and pickled by its name, like any function. Its windows are not copied.
     def __reduce__(self) -> str:
         return self.__qualname__
@@ -182,5 +185,5 @@ class AccumulatedFunction(Accumulated[P, R_co], _Wrapper):  # type: ignore[misc]
         if not inspect.ismethod(self.__wrapped__):
             return self
         # A bound method is copied with its instance, like Python's own, and so are the models that were named.
-        settings = copy.deepcopy(self._self_windows.settings, memo)
+        settings = copy.deepcopy(self._windows.settings, memo)
         return AccumulatedFunction(copy.deepcopy(self.__wrapped__, memo), settings)

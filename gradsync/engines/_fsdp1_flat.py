@@ -33,11 +33,11 @@ def is_gathered(handle: FlatParamHandle) -> bool:
 
 def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Set a gradient, perhaps of another size and type than the parameter's shard, as a held backward does."""
-    if parameter.grad is gradient:
-        return
-    parameter.grad = None if gradient is None else torch.empty_like(parameter)
-    if gradient is not None:
-        parameter.grad.data = gradient
+    if gradient is None:
+        parameter.grad = None
+    elif parameter.grad is not gradient:
+        parameter.grad = made = torch.empty_like(parameter)
+        made.data = gradient
 
 
 def is_whole(flat: FlatParameter, gradient: torch.Tensor) -> bool:
