@@ -33,7 +33,7 @@ class Over(Generic[T]):
         inner = iterable if isinstance(iterable, Over) else None
         self._iterable: Iterable[T] = iterable if inner is None else inner._iterable
         self._decorated: list[WindowsOfFunction] = [windows] if inner is None else [*inner._decorated, windows]
-        self._instances = [windows.instance() for windows in self._decorated]  # they live as long as their loop
+        self._kept_alive = [windows.instance() for windows in self._decorated]  # they live as long as their loop
 
     def __iter__(self) -> Iterator[T]:
         all_windows, in_loop = self._decorated, [*self._decorated]

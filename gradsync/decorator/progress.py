@@ -91,8 +91,9 @@ class Reporter:
         now, stepped = self.now, made.stepped
         now.updates += stepped
         now.skipped += not stepped
-        now.stepped, self._is_due = now.stepped or stepped, stepped
-        now.grad_norm, now._closing = made.grad_norm, closing
+        if stepped or not now.stepped:
+            now.grad_norm = made.grad_norm
+        now.stepped, self._is_due, now._closing = now.stepped or stepped, stepped, closing
 
     @property
     def progress(self) -> Progress:

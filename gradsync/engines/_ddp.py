@@ -58,10 +58,6 @@ if TYPE_CHECKING:
 # they end soon. Their workers need the GIL, which a sleep releases.
 _LOST_REDUCTION = 0.2
 
-# What `restore` writes for a flag that was set: not `True` itself, which DDP writes in each forward that prepares its
-# reducer. So `hold` sees whether there was one.
-_AS_FOUND = 1
-
 
 class DDPEngine(Engine):
     """One `DistributedDataParallel`."""
@@ -120,34 +116,22 @@ class DDPEngine(Engine):
 
     # -- micro-batch ----------------------------------------------------------------------------------------------
 
-    def hold(self) -> tuple[int, int, Any]:
+    def hold(self) -> tuple[bool, bool, Any]:
         # Written through vars(): nn.Module.__setattr__ costs 1.7 us a pair, this 0.05.
         state = vars(self._ddp)
         found = (state["require_backward_grad_sync"], state["require_forward_param_sync"], state.get("forward"))
-        if found[1] is True:
-            self._forget_forward()
-            found = found[0], _AS_FOUND, found[2]
         state["require_backward_grad_sync"] = state["require_forward_param_sync"] = False
         if self._shortcut is not None and not self.is_compiled and not state["_join_config"].enable:
             state["forward"] = self._shortcut
         return found
 
-    def restore(self, found: tuple[int, int, Any]) -> None:
+    def restore(self, found: tuple[bool, bool, Any]) -> None:
         state = vars(self._ddp)
         state["require_backward_grad_sync"], state["require_forward_param_sync"], forward = found
         if forward is not None:
             state["forward"] = forward
         elif self._shortcut is not None:
             state.pop("forward", None)
-
-    def _forget_forward(self) -> None:
-        """Have the reducer forget a forward of the user's: it would synchronise in the next backward, held or not.
-
-        A rank that runs such a forward without a backward would then synchronise alone.
-        """
-        self._ddp.reducer._reset_state()
-        if self._orders_buckets and self._ddp._has_rebuilt_buckets:
-            vars(self._ddp)["_gradsync_keeps_buckets"] = True
 
     # -- boundary -------------------------------------------------------------------------------------------------
 

@@ -26,9 +26,6 @@ class AloneEngine(DDPEngine):
     def is_wired(self) -> bool:
         return not self._ddp._comm_hooks or super().is_wired()
 
-    def _forget_forward(self) -> None:
-        """Nothing is sent either way."""
-
     def arm(self, loss: torch.Tensor | None) -> None:
         if self._ddp._comm_hooks:
             super().arm(loss)

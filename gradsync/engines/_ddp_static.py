@@ -48,9 +48,6 @@ class StaticEngine(DDPEngine):
         self._had: list[bool] = []  # which parameters had a gradient before it
         super().__init__(ddp, module)
 
-    def _forget_forward(self) -> None:
-        """Nothing: the graph is learnt from it."""
-
     def hold(self) -> object:  # type: ignore[override]
         found = super().hold()
         if self.owes_first:

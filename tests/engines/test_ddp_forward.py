@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
@@ -13,7 +12,7 @@ from gradsync import accumulating
 from tests.support.compare import assert_equal_updates
 from tests.support.models import small_model
 from tests.support.recorder import Recorder
-from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
+from tests.support.reference import mean_loss, micro_batch, train, window_mean
 from tests.support.wire import num_collectives
 
 
@@ -148,28 +147,3 @@ def reduces_once(config: dict) -> None:
 )
 def test_each_window_reduces_once(ranks, config):
     ranks(2).run(reduces_once, config)
-
-
-def with_forwards_between(wrap, options: dict, lengths: list[int], at: int, who: list[int]) -> None:
-    """After call number `at` (0: before all), some ranks run a forward with gradients that no backward follows."""
-    rank = dist.get_rank()
-    home = wrap(small_model(), **options)
-    optimizer = Recorder(home.parameters())
-    step = gradsync.accumulating(4)(lambda home, optimizer, x: mean_loss(home, x))
-    for epoch in range(2):
-        for index in step.over(range(lengths[rank])):
-            if index == at and rank in who:
-                home(micro_batch(rank, 9))
-            step(home, optimizer, micro_batch(rank, index))
-    expected, _ = train(small_model(), [*cut(lengths, 4)] * 2, window_mean)
-    assert_equal_updates(optimizer.seen, expected, 1e-10)
-
-
-@pytest.mark.parametrize("wrap", [DDP, replicate])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=str)
-@pytest.mark.parametrize("lengths", [[9, 2], [5, 4], [8, 8]], ids=str)
-@pytest.mark.parametrize("who", [[0, 1], [0], [1]], ids=str)
-def test_a_forward_of_ones_own_synchronises_nothing(ranks, wrap, options, lengths, who):
-    """It had made the next held backward synchronise: on one rank alone, or while the other closed its window."""
-    for at in (0, 1):
-        ranks(2).run(with_forwards_between, wrap, options, lengths, at, who, limit=20)

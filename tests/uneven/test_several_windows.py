@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from tests.support.compare import assert_equal_updates
-from tests.support.models import small_model
+from tests.support.models import WithBuffers, small_model
 from tests.support.recorder import Recorder
 from tests.support.reference import cut, mean_loss, micro_batch, train, window_mean
 
@@ -144,3 +145,34 @@ def closed_by_the_last_call() -> list[tuple[int, int]]:
 def test_of_equal_lengths_the_last_call_closes_each_window(ranks, size):
     """As with one function: nobody has to ask the others after it."""
     assert ranks(size).run(closed_by_the_last_call) == [[(0, 0), (1, 1), (2, 2)]] * size
+
+
+def one_of_them_alone(overlap: int, solo_first: bool) -> list[torch.Tensor]:
+    """A model in a group of this rank alone, and one of all ranks with buffers, in one loop; the latter's buffers."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([one]) for one in range(dist.get_world_size())]
+    solo, model = DDP(small_model(), process_group=groups[rank]), WithBuffers()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (solo, model)]
+    alone = gradsync.accumulating(2)(lambda model, optimizer, x: mean_loss(model, x))
+    together = gradsync.accumulating(2, overlap=overlap)(lambda model, optimizer, x: mean_loss(model, x))
+    seen = []
+    for index in alone.over(together.over(range(4))):
+        x = micro_batch(rank, index)
+        if solo_first:
+            alone(solo, optimizers[0], x)
+        together(model, optimizers[1], x)
+        if not solo_first:
+            alone(solo, optimizers[0], x)
+        if together.progress.index == 0:
+            seen += [buffer.clone() for buffer in model.buffers()]
+    return seen
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("solo_first", [True, False])
+def test_a_model_of_this_rank_alone_beside_one_of_all_ranks(ranks, overlap, solo_first):
+    """Buffers are equal as each window closes, whichever was called first."""
+    first, second = ranks(2).run(one_of_them_alone, overlap, solo_first)
+    assert len(first) == 6
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)

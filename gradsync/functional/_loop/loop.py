@@ -60,7 +60,8 @@ class Loop(LoopKnowledge, Exchange):
         """The loop is over, or was left. What it knows of its runs goes now, and waits for no garbage collection."""
         LOOPS.discard(self)
         for run in self._num_changes:
-            run.exchange = OUTSIDE
+            if run.exchange is self:  # another loop may have begun before this one is collected
+                run.exchange = OUTSIDE
             if run.window is not None:
                 run.window.left_by_loop = True
         self._num_changes.clear()
@@ -117,7 +118,10 @@ class Loop(LoopKnowledge, Exchange):
         self.shares = shares
         return shares
 
-    def due(self, run: Run) -> Sequence[bool]:  # noqa: ARG002 - each run's
+    def due(self, run: Run) -> Sequence[bool]:
+        num_ranks = run.open_window.team.num_ranks
+        if len(self.shares) != num_ranks:  # the loop's first run is on this rank alone
+            return [False] * num_ranks
         return [share.left >= 1 for share in self.shares]  # not where there is only PERHAPS another call
 
     def _share(self, run: Run) -> Share:

@@ -97,6 +97,7 @@ class Boundary(Held):
     def __init__(self, run: Any, order: Order) -> None:
         # The table leaves before the backward; if engines synchronise twice (a static graph), between these.
         super().__init__(run, order._replace(between=self._send) if order.again else order)
+        self._exchange: Exchange = run.exchange
         self._sent: Sent | None = None
         self._failed = False  # whether the backward did
         self._shares: Sequence[Share] | None = None  # of all ranks, once the table has arrived
@@ -153,9 +154,9 @@ class Boundary(Held):
         window, run = self._window, self._run
         if window.team.num_ranks == 1:
             return
-        self._due = run.exchange.due(run)
-        self._sent = window.heard if window.heard is not None else run.exchange.send(run)
-        if self._run.transport.closes_before:
+        self._due = self._exchange.due(run)
+        self._sent = window.heard if window.heard is not None else self._exchange.send(run)
+        if run.transport.closes_before:
             # This waits for the table only if rank 0 may have no micro-batch.
             source = 0 if self._due[0] else self._source_of_buffers()
             self._arrivals = [engine.send_buffers(source) for engine in window.active]
@@ -163,8 +164,8 @@ class Boundary(Held):
     def _hear(self) -> Sequence[Share]:
         """The shares of all ranks. Waits for tables, and for no backward."""
         if self._shares is None:
-            exchange: Exchange = self._run.exchange
-            self._shares = alike(self._window) if self._sent is None else exchange.hear(self._run, self._sent)
+            sent, hear = self._sent, self._exchange.hear
+            self._shares = alike(self._window) if sent is None else hear(self._run, sent)
         return self._shares
 
     def _make_buffers_equal(self) -> None:
