@@ -130,7 +130,7 @@ class CallRunner:
             if place.last and updater.lands_before_boundary:
                 returned, _ = self._forward_and_backward(place._replace(last=False), call, loop)
                 updater.settle()
-                closing = run.miss(place._replace(role=Role.MISSES))  # synchronises what was held
+                closing = run.miss(place._replace(index=run.index, role=Role.MISSES))  # synchronises what was held
             else:
                 returned, closing = self._forward_and_backward(place, call, loop)
             reporter.now.micro_steps += 1

@@ -180,16 +180,28 @@ class FSDP1Engine(Engine):
         self.ungather()  # else the next forward would take views that this one has left for new parameters
 
     def before_frozen(self) -> Callable[[], None]:
-        # The next forward drops the gradients of original parameters that are frozen, and then the flat one.
+        # A forward of frozen parameters drops the gradients of original ones, and then the flat one; its backward moves
+        # the flat one elsewhere. A hook that an earlier forward has left would be taken for its own.
         kept = [
-            (flat, [*(flat._is_grad_none_mask or ())], [(one, one.grad) for one in (flat, *own(handle))])
+            (
+                handle.flat_param,
+                [*(handle.flat_param._is_grad_none_mask or ())],
+                [(one, one.grad) for one in (handle.flat_param, *own(handle))],
+                vars(handle.flat_param).pop("_post_backward_hook_state", None),
+            )
             for handle in self._handles
-            if (flat := handle.flat_param)._params and flat.grad is not None
+            if handle._training_state is HandleTrainingState.IDLE
         ]
 
         def put_back() -> None:
-            for flat, mask, gradients in kept:
-                flat._is_grad_none_mask = mask
+            for flat, mask, gradients, hook in kept:
+                if hook is not None:
+                    flat._post_backward_hook_state = hook
+                if gradients[0][1] is None:
+                    continue
+                vars(flat).pop("_saved_grad_shard", None)
+                if flat._params:
+                    flat._is_grad_none_mask = mask
                 for parameter, gradient in gradients:
                     set_gradient(parameter, gradient)
 

@@ -43,8 +43,11 @@ def trained(*windows: list[tuple[int, int]]) -> torch.Tensor:
 KINDS = [("NO_SHARD", "window"), ("FULL_SHARD", "window"), ("FULL_SHARD", "each"), ("SHARD_GRAD_OP", "each")]
 
 
-def as_a_bystander(strategy: str, sync: str, use_orig_params: bool) -> None:
-    """Another function's forward goes through a model in the middle of its window, as in a GAN."""
+def as_a_bystander(strategy: str, sync: str, use_orig_params: bool, evaluates: bool) -> None:
+    """Another function's forward goes through a model in the middle of its window, as in a GAN.
+
+    If it `evaluates`, a forward with gradients, which no backward follows, comes before.
+    """
     critic, maker, rank = fsdp1(small_model(), strategy, use_orig_params), nn.Linear(3, 3).double(), dist.get_rank()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (critic, maker)]
 
@@ -59,14 +62,20 @@ def as_a_bystander(strategy: str, sync: str, use_orig_params: bool) -> None:
     for window in range(2):
         for index in (2 * window, 2 * window + 1):
             step(critic, optimizers[0], micro_batch(rank, index))
+            if evaluates:
+                critic(micro_batch(rank, 9))
             through(maker, critic, optimizers[1], micro_batch(rank, index))
-    torch.testing.assert_close(values(critic), trained(both(0, 1), both(2, 3)), rtol=1e-9, atol=1e-12)
+    step(critic, optimizers[0], micro_batch(rank, 4))
+    through(maker, critic, optimizers[1], micro_batch(rank, 4))
+    step.flush()
+    torch.testing.assert_close(values(critic), trained(both(0, 1), both(2, 3), both(4)), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("evaluates", [True, False])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize(("strategy", "sync"), KINDS)
-def test_what_is_held_stays_where_it_is_a_bystander(ranks, strategy, sync, use_orig_params):
-    ranks(2).run(as_a_bystander, strategy, sync, use_orig_params)
+def test_what_is_held_stays_where_it_is_a_bystander(ranks, strategy, sync, use_orig_params, evaluates):
+    ranks(2).run(as_a_bystander, strategy, sync, use_orig_params, evaluates)
 
 
 def evaluated_in_a_window(strategy: str, sync: str, use_orig_params: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from gradsync import GradSyncError
 from gradsync import functional as F
@@ -61,11 +62,44 @@ def a_close_of_a_window_that_is_held() -> str:
     return refusal(run, run.close)
 
 
+def run_to(num: int) -> tuple[nn.Module, F.Who, F.Run, list[F.Place]]:
+    """So many micro-batches of a window of two."""
+    model, optimizer, run = begun(F.Terms(2))
+    who, places = F.Who([model], [optimizer]), []
+    model.register_forward_hook(lambda *_: optimizer and None)  # keeps it alive, which `who` does not
+    for index in range(num):
+        places.append(run.start(who))
+        with run.holding(places[-1]):
+            run.backward(places[-1], mean_loss(model, micro_batch(rank_here(), index)))
+    return model, who, run, places
+
+
+def a_call_before_the_window_is_closed() -> str:
+    _, who, run, _ = run_to(2)
+    return refusal(run, lambda: run.start(who))
+
+
+def a_second_backward(num: int, place: int) -> str:
+    model, _, run, places = run_to(num)
+    return refusal(run, lambda: run.backward(places[place], mean_loss(model, micro_batch(rank_here(), 9))))
+
+
+def a_second_close() -> str:
+    _, _, run, _ = run_to(2)
+    run.close()
+    return refusal(run, run.close)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("case", "args", "words"),
     [
         (a_close_of_a_window_that_is_held, (), "has had 1 of 2 micro-batches"),
+        (a_call_before_the_window_is_closed, (), "must be closed before the next call"),
+        (a_second_backward, (2, 1), "that of micro-batch 1 of window 0 has had its own"),
+        (a_second_backward, (1, 0), "that of micro-batch 0 of window 0 has had its own"),
+        (a_second_backward, (2, 0), "that of micro-batch 0 of window 0 has had its own"),
+        (a_second_close, (), "needs an open window here, but none is open"),
         (a_place_that_is_not_missed, (F.Role.RUNS,), "Only a place of Role.MISSES can be missed"),
         (a_place_that_is_not_missed, (F.Role.REPEATS,), "the last one, once more"),
         (a_drop_that_no_table_tells_of, (), "needs a table in each window"),

@@ -450,12 +450,13 @@ def bare(model: nn.Module) -> nn.Module:
     return model
 
 
-def calls_behind_the_loop(wrap, lengths: tuple[int, int]) -> None:
+def calls_behind_the_loop(wrap, lengths: tuple[int, int], sync: str) -> None:
     """One rank's window is open behind the loop, and the other's is not; plain calls then fill both."""
     rank, model = dist.get_rank(), small_model()
     home = wrap(model)
     optimizer = Recorder(home.parameters(), lr=0.05)
-    step = accumulating(steps=2, tail="carry", model=home, optimizer=optimizer)(lambda x: mean_loss(home, x))
+    decorate = accumulating(steps=2, tail="carry", sync=sync, model=home, optimizer=optimizer)
+    step = decorate(lambda x: mean_loss(home, x))
     for i in step.over(range(lengths[rank])):
         step(micro_batch(rank, i))
     for i in range(lengths[rank], 4):
@@ -465,5 +466,6 @@ def calls_behind_the_loop(wrap, lengths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("lengths", [(3, 2), (1, 0), (1, 1)])
 @pytest.mark.parametrize("wrap", [bare, DDP])
-def test_windows_that_are_open_on_some_ranks_behind_a_loop(ranks, wrap, lengths):
-    ranks(2).run(calls_behind_the_loop, wrap, lengths, limit=15)
+@pytest.mark.parametrize("sync", ["window", "each"])
+def test_windows_that_are_open_on_some_ranks_behind_a_loop(ranks, wrap, lengths, sync):
+    ranks(2).run(calls_behind_the_loop, wrap, lengths, sync, limit=15)

@@ -24,7 +24,7 @@ from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.exchange import OUTSIDE, Exchange, compare_sizes
 from gradsync.functional._window.place import RUNS, Place, Role
 from gradsync.functional._window.share import Share
-from gradsync.functional._window.terms import Terms, Who, window_size
+from gradsync.functional._window.terms import Terms, Who, ends_with_data, window_size
 from gradsync.functional._window.window import Window, insist_on_one_window, settle_travelling, weigh
 from gradsync.ranks.meet import insist, meet
 
@@ -61,7 +61,8 @@ class Run:
     @property
     def open_window(self) -> Window:
         """The open window, where one must be open."""
-        assert self.window is not None, "a place has been started"
+        if self.window is None:
+            raise GradSyncError(f"{self.name} needs an open window here, but none is open. Call start() first.")
         return self.window
 
     @property
@@ -95,6 +96,11 @@ class Run:
         if torch.is_inference_mode_enabled():
             raise no_gradient("this runs under torch.inference_mode()")
         goes_on = self.window is not None
+        if self.window is not None and self.window.has_synchronised:
+            raise GradSyncError(
+                f"A window of {self.name} must be closed before the next call begins, but it has synchronised and is "
+                "still open. Make its update, and call close()."
+            )
         self.who = who
         self.exchange = exchange = OUTSIDE if loop is None else loop
         exchange.begin(self)
@@ -171,8 +177,14 @@ class Run:
 
     def passage(self, place: Place, order: Order | None = None) -> Held:
         """What synchronises in a backward of this place, as a rule in its own order: a context manager around it."""
+        window = self.open_window
+        if place.index != window.index or window.has_synchronised:
+            raise GradSyncError(
+                f"Each place of {self.name} takes one backward, or is missed or dropped, but that of micro-batch "
+                f"{place.index} of window {place.window} has had its own. Call start() for each micro-batch."
+            )
         if order is None:
-            order = self._order(self.open_window, place)
+            order = self._order(window, place)
         return (Boundary if place.last else Held)(self, order)
 
     def miss(self, place: Place) -> Closing | None:
@@ -297,11 +309,12 @@ class Run:
         if place.last:
             order = Order.of_boundary(window.active, window.size, window.asked)
             return order if place.role is RUNS else order.of_replay()
-        # In a loop ranks run out at different times. Only the boundary is sure to find them all: "each" waits for it.
-        exchange, team = self.exchange, window.team
-        if self.terms.sync == "each" and (not exchange.has_an_end or team.num_ranks == 1 or team.lockstep):
+        # In a loop ranks run out at different times, and behind it they go on in what was carried out of it. Only the
+        # boundary is sure to find them all: "each" waits for it.
+        team, may_differ = window.team, self.exchange.has_an_end or not ends_with_data(self.terms.tail)
+        if self.terms.sync == "each" and (not may_differ or team.num_ranks == 1 or team.lockstep):
             if team.num_ranks > 1:
-                exchange.agree(self)  # a rank with another sync would wait at its boundary
+                self.exchange.agree(self)  # a rank with another sync would wait at its boundary
             return Order.of_boundary(window.active, 1, window.asked)
         for engine in window.active:  # asked in each micro-batch, where a comprehension would cost more
             if engine.owes_first:
