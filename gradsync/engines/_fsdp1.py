@@ -26,6 +26,7 @@ from gradsync.engines._fsdp1_flat import (
     is_whole,
     own,
     parts,
+    set_aside,
     set_gradient,
     views,
 )
@@ -180,30 +181,11 @@ class FSDP1Engine(Engine):
         self.ungather()  # else the next forward would take views that this one has left for new parameters
 
     def before_frozen(self) -> Callable[[], None]:
-        # A forward of frozen parameters drops the gradients of original ones, and then the flat one; its backward moves
-        # the flat one elsewhere. A hook that an earlier forward has left would be taken for its own.
-        kept = [
-            (
-                handle.flat_param,
-                [*(handle.flat_param._is_grad_none_mask or ())],
-                [(one, one.grad) for one in (handle.flat_param, *own(handle))],
-                vars(handle.flat_param).pop("_post_backward_hook_state", None),
-            )
-            for handle in self._handles
-            if handle._training_state is HandleTrainingState.IDLE
-        ]
+        kept = [set_aside(handle) for handle in self._handles if handle._training_state is HandleTrainingState.IDLE]
 
         def put_back() -> None:
-            for flat, mask, gradients, hook in kept:
-                if hook is not None:
-                    flat._post_backward_hook_state = hook
-                if gradients[0][1] is None:
-                    continue
-                vars(flat).pop("_saved_grad_shard", None)
-                if flat._params:
-                    flat._is_grad_none_mask = mask
-                for parameter, gradient in gradients:
-                    set_gradient(parameter, gradient)
+            for one in kept:
+                one()
 
         return put_back
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
     from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
@@ -38,6 +38,30 @@ def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None
     elif parameter.grad is not gradient:
         parameter.grad = made = torch.empty_like(parameter)
         made.data = gradient
+
+
+def set_aside(handle: FlatParamHandle) -> Callable[[], None]:
+    """Before its parameters are frozen for a while: returns what puts back what would be lost.
+
+    A forward of frozen parameters drops the gradients of original ones, and then the flat one; its backward moves the
+    flat one elsewhere. A hook that an earlier forward has left would be taken for its own.
+    """
+    flat = handle.flat_param
+    hook = vars(flat).pop("_post_backward_hook_state", None)
+    mask = [*(flat._is_grad_none_mask or ())]
+    gradients = [(one, one.grad) for one in (flat, *own(handle))]
+    is_held = flat.grad is not None
+
+    def put_back() -> None:
+        if hook is not None:
+            flat._post_backward_hook_state = hook
+        if is_held:
+            vars(flat).pop("_saved_grad_shard", None)
+            flat._is_grad_none_mask = mask or None
+            for parameter, gradient in gradients:
+                set_gradient(parameter, gradient)
+
+    return put_back
 
 
 def is_whole(flat: FlatParameter, gradient: torch.Tensor) -> bool:
