@@ -62,8 +62,8 @@ class Loop(LoopKnowledge, Exchange):
         for run in self._num_changes:
             if run.exchange is self:  # another loop may have begun before this one is collected
                 run.exchange = OUTSIDE
-            if run.window is not None:
-                run.window.left_by_loop = True
+                if run.window is not None:
+                    run.window.left_by_loop = True
         self._num_changes.clear()
         self.kept.clear()
         self._around.clear()
