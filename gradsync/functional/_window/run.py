@@ -95,8 +95,9 @@ class Run:
         """A call begins: returns its place. Opens a window if none is open."""
         if torch.is_inference_mode_enabled():
             raise no_gradient("this runs under torch.inference_mode()")
-        goes_on = self.window is not None
-        if self.window is not None and self.window.has_synchronised:
+        window = self.window
+        goes_on = window is not None
+        if window is not None and window.has_synchronised:
             raise GradSyncError(
                 f"A window of {self.name} must be closed before the next call begins, but it has synchronised and is "
                 "still open. Make its update, and call close()."
@@ -104,7 +105,8 @@ class Run:
         self.who = who
         self.exchange = exchange = OUTSIDE if loop is None else loop
         exchange.begin(self)
-        window = self.window or self._opened()
+        if window is None:
+            window = self._opened()
         last = exchange.is_last_call(self) or window.index + 1 >= window.size
         place = Place(window.number, window.index, window.size, last)
         if goes_on and window.team.holds_inside:
@@ -117,7 +119,9 @@ class Run:
         Asked before each backward, because the body may have changed them. In held places only `requires_grad` is
         compared, which is cheap.
         """
-        team = self.open_window.team
+        window = self.window
+        assert window is not None, "a place has been started"
+        team = window.team
         if place.last:
             team.check(self.name, self.who.models, self.who.optimizers)
         else:
@@ -177,7 +181,8 @@ class Run:
 
     def passage(self, place: Place, order: Order | None = None) -> Held:
         """What synchronises in a backward of this place, as a rule in its own order: a context manager around it."""
-        window = self.open_window
+        window = self.window
+        assert window is not None, "a place has been started"
         if place.index != window.index or window.has_synchronised:
             raise GradSyncError(
                 f"Each place of {self.name} takes one backward, or is missed or dropped, but that of micro-batch "
