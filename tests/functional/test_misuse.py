@@ -62,30 +62,32 @@ def a_close_of_a_window_that_is_held() -> str:
     return refusal(run, run.close)
 
 
-def run_to(num: int) -> tuple[nn.Module, F.Who, F.Run, list[F.Place]]:
-    """So many micro-batches of a window of two."""
-    model, optimizer, run = begun(F.Terms(2))
-    who, places = F.Who([model], [optimizer]), []
-    model.register_forward_hook(lambda *_: optimizer and None)  # keeps it alive, which `who` does not
+def micro_batches(num: int, model: nn.Module, who: F.Who, run: F.Run) -> list[F.Place]:
+    """The places of so many micro-batches."""
+    places = []
     for index in range(num):
         places.append(run.start(who))
         with run.holding(places[-1]):
             run.backward(places[-1], mean_loss(model, micro_batch(rank_here(), index)))
-    return model, who, run, places
+    return places
 
 
 def a_call_before_the_window_is_closed() -> str:
-    _, who, run, _ = run_to(2)
+    model, optimizer, run = begun(F.Terms(2))
+    who = F.Who([model], [optimizer])
+    micro_batches(2, model, who, run)
     return refusal(run, lambda: run.start(who))
 
 
 def a_second_backward(num: int, place: int) -> str:
-    model, _, run, places = run_to(num)
+    model, optimizer, run = begun(F.Terms(2))
+    places = micro_batches(num, model, F.Who([model], [optimizer]), run)
     return refusal(run, lambda: run.backward(places[place], mean_loss(model, micro_batch(rank_here(), 9))))
 
 
 def a_second_close() -> str:
-    _, _, run, _ = run_to(2)
+    model, optimizer, run = begun(F.Terms(2))
+    micro_batches(2, model, F.Who([model], [optimizer]), run)
     run.close()
     return refusal(run, run.close)
 

@@ -54,7 +54,7 @@ def _meet(loop: LoopKnowledge, run: Run) -> None:
     """Compare settings, of each run on the ranks that know it, and hear who has items. Errors come on every rank."""
     name, data, team = loop.name, loop.data, run.fitting_team()
     loop.called.append(run)
-    if team.num_ranks == 1 and not team.twins:
+    if team.is_alone:
         return
     if any(engine.joins for engine in team.engines):
         raise GradSyncError(

@@ -76,7 +76,7 @@ class LoopKnowledge:
     @property
     def is_over(self) -> bool:
         """Whether no rank has items left, or a window that is still to be closed."""
-        if not self.called or (self.team.num_ranks == 1 and not self.team.twins):
+        if not self.called or self.team.is_alone:
             return self.first_open == NOBODY
         some = any(share.left or share.open != NOBODY for share in self.shares)
         return not some and self.only_run is not None and self.only_run.window is None

@@ -96,14 +96,15 @@ class Team:
         self.group: dist.ProcessGroup | None = engines[0].group if engines else None
         self.tables = Tables(self.group, self.parameters)
         self.num_ranks, self.rank = self.tables.num_ranks, self.tables.rank
-        taken = {id(p) for engine in (*engines, *bystanders.engines) for p in engine.parameters}
-        loose = [p for p in (*self.parameters, *bystanders.parameters) if id(p) not in taken]
+        beside = {id(p) for engine in bystanders.engines for p in engine.parameters}
+        loose = [*self.bare, *(p for p in bystanders.parameters if id(p) not in beside)]
         # The ranks that run each forward of a part of the model together: tensor parallelism.
         self.twins = [*(group for engine in engines for group in engine.twins), *twins_of(loose)]
         self.hold = Hold([*engines, bystanders] if bystanders else engines, sync)
         self.forward_communicates = any(communicates) or bystanders.forward_communicates
         # Whether the ranks that are averaged must run each micro-batch together: their forwards wait for each other.
         self.lockstep = self.forward_communicates and self.num_ranks > 1
+        self.is_alone = self.num_ranks == 1 and not self.twins
         # Whether a loop must see to it that all ranks come to the same micro-batches.
         self.goes_together = self.lockstep or bool(self.twins)
         # The ranks over which plain gradients lie in pieces, by the id of the parameter: norms take all pieces.
