@@ -131,6 +131,8 @@ class FSDP2Engine(Engine):
             self._recover()
         for group in self._groups:
             if not group.is_sharded and group._training_state is TrainingState.IDLE:
+                for param in group.fsdp_params:  # FSDP would forget that a gathered layer was frozen, or unfrozen
+                    param.sharded_param.requires_grad_(param._unsharded_param.requires_grad)
                 group._to_sharded()
 
     def trainable(self) -> bool:

@@ -79,6 +79,31 @@ def test_a_frozen_root_that_is_unfrozen_after_a_loop(ranks, loop):
         assert_equal_state(came, model.state_dict(), 1e-12)
 
 
+def frozen_after_an_evaluation(wrap: Callable, loop: Callable) -> dict:
+    """A loop, an evaluation, and then the first layer is frozen; after the next evaluation it is trained again."""
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for frozen in (False, True, False):
+        model[0].requires_grad_(not frozen)
+        loop_over(loop, model, optimizer)
+        with torch.no_grad():
+            model(micro_batch(0, 0))
+    model.reshard() if wrap is fsdp2 else [layer.reshard() for layer in (model[0], model[2])]
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("loop", [over, sync_every])
+@pytest.mark.parametrize("wrap", [fsdp2, fsdp2_without_root])
+def test_a_layer_that_is_frozen_after_an_evaluation(ranks, wrap, loop):
+    """What the user freezes are gathered tensors, and FSDP forgets that as it puts its parameters back."""
+    model = net()
+    for frozen in (False, True, False):
+        model[0].requires_grad_(not frozen)
+        _, model = train(model, cut([4, 4], STEPS), window_mean, lr=LR)
+    for came in ranks(2).run(frozen_after_an_evaluation, wrap, loop):
+        assert_equal_state(came, model.state_dict(), 1e-12)
+
+
 def judged(make: Callable, *, several: bool) -> list[torch.Tensor]:
     """A GAN: in the judge's step the maker is a bystander, whose output needs no gradient."""
     maker, judge = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
