@@ -44,7 +44,8 @@ def environment(version: str, folder: Path) -> Path:
 BEFORE_2_10 = " and not fsdp2_tp and not several_meshes"  # tensor parallelism beside fully_shard is wrong there
 BEFORE_2_13 = (
     "(not shard or no_shard) and not piece and not which_parameters and not (partial and reduction) "
-    "and not switches_are_put_back and not what_a_window_sends and not test_fsdp2_unused"
+    "and not switches_are_put_back and not what_a_window_sends and not test_fsdp2_unused "
+    "and not (each and some_ranks_leave_out)"
 )
 
 
