@@ -65,8 +65,8 @@ def accumulating(
     - `clip_norm`: the largest norm of all gradients together.
     - `tail`: what to do with a window that is short because the data ended: "step" makes an update with its exact mean,
       "drop" discards it, "carry" keeps it open.
-    - `sync`: "window" synchronises at the boundary only, "each" at each micro-batch, "shard" reduce-scatters each and
-      all-reduces at the boundary (HSDP).
+    - `sync`: "window" synchronises at the boundary only. On FSDP, "each" does so at each micro-batch, which takes less
+      memory, and "shard" reduce-scatters each and all-reduces at the boundary (HSDP).
     - `nonfinite`: what to do with a window whose gradients have an inf or a NaN: "step" (no check), "skip", "raise".
     - `skip`: exception types that drop one micro-batch on one rank instead of ending the run; where a backward raises
       them, they drop the window on all ranks.

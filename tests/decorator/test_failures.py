@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,6 +95,41 @@ def test_skipped_micro_batches(ranks, bad, sync):
     """
     for looped in (True, False):
         ranks(2).run(skipping, bad, looped, sync)
+
+
+def discarded_alone(sync: str, how: str) -> None:
+    """Rank 0 discards a window after its second micro-batch, in plain calls, or in an `.over` behind the first of them."""
+    rank = dist.get_rank()
+    windows = [[(0, 2), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2)], [(0, 5), (0, 6), (0, 7), (1, 3), (1, 4), (1, 5)]]
+    for wrap in (lambda m: m, DDP):
+        model = small_model()
+        home = wrap(model)
+        optimizer = Recorder(model.parameters())
+
+        @accumulating(steps=3, sync=sync)
+        def step(model, optimizer, i):
+            if how == "exception" and (rank, i) == (0, 1):
+                raise KeyError
+            return mean_loss(model, micro_batch(rank, i))
+
+        items = range(8 if rank == 0 else 6)
+        step(home, optimizer, 0)
+        for i in items[1:] if how == "plain" else step.over(items[1:]):
+            if (rank, i) == (0, 1):
+                with suppress(KeyError):
+                    step(home, optimizer, i)
+                step.reset()
+            else:
+                step(home, optimizer, i)
+        expected, _ = train(small_model(), windows, window_mean)
+        assert_equal_updates(optimizer.seen, expected)
+
+
+@pytest.mark.parametrize("sync", ["window", "each"])
+@pytest.mark.parametrize("how", ["plain", "exception", "reset"])
+def test_what_one_rank_discards_counts_nowhere(ranks, sync, how):
+    """With `sync="each"`, the others had its gradients already, and it came to their boundary with one of its held ones."""
+    ranks(2).run(discarded_alone, sync, how, limit=20)
 
 
 def spoiled(bad: list) -> None:

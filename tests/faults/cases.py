@@ -36,6 +36,12 @@ def static(scene: Scene) -> None:
     ddp(scene, static_graph=True)
 
 
+def fsdp2(scene: Scene) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    scene.home = fully_shard(scene.model)
+
+
 # -- when a rank dies -----------------------------------------------------------------------------------------------
 
 

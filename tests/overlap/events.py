@@ -493,7 +493,7 @@ def not_compressed_afterwards() -> None:
     assert same(model.parameters(), other.parameters())
 
 
-def flags_are_not_cast(sync: str) -> list[set[torch.dtype]]:
+def flags_are_not_cast() -> list[set[torch.dtype]]:
     """The dtypes in which buckets travel under compress, in each call of a window: bfloat16, and the ledger's own."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -503,7 +503,7 @@ def flags_are_not_cast(sync: str) -> list[set[torch.dtype]]:
         sent[-1].add(tensor.dtype)
         return all_reduce(tensor, *args, **kwargs)
 
-    @gradsync.accumulating(2, compress="bf16", sync=sync)
+    @gradsync.accumulating(2, compress="bf16")
     def step(model, optimizer):
         return model(torch.ones(1, 2)).sum()
 

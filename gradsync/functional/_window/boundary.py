@@ -42,7 +42,7 @@ class Transport:
 
 
 class Held:
-    """A held place. No engine synchronises, except with `sync="each"`, or in a static graph's first micro-batch."""
+    """A held place. No engine synchronises, except on FSDP with `sync="each"`, or in a static graph's first one."""
 
     __slots__ = ("_run", "_window", "order")
     closing: Closing | None = None  # what came to the window, once that is known
@@ -53,8 +53,6 @@ class Held:
         self._window: Window = run.window
 
     def __enter__(self) -> Self:
-        if self.order is not HELD:
-            self._run.transport.carry(self._window)
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
@@ -67,8 +65,6 @@ class Held:
                 self.order.complete()
             except BaseException as late:  # noqa: BLE001 - it goes on, below
                 failure = late
-        if self.order is not HELD:
-            self._run.transport.carried(self._window)
         if failure is None:
             self._end()
             return False
@@ -108,11 +104,15 @@ class Boundary(Held):
         with WaitingFor(self._window.what):
             if not self.order.again:
                 self._send()
-            return super().__enter__()
+            self._run.transport.carry(self._window)
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> bool:
         with WaitingFor(self._window.what):
-            return super().__exit__(kind, error, where)
+            try:
+                return super().__exit__(kind, error, where)
+            finally:
+                self._run.transport.carried(self._window)
 
     def _end(self) -> None:
         self._note(self._close())

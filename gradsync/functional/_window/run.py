@@ -24,7 +24,7 @@ from gradsync.functional._window.closing import Closing
 from gradsync.functional._window.exchange import OUTSIDE, Exchange, compare_sizes
 from gradsync.functional._window.place import RUNS, Place, Role
 from gradsync.functional._window.share import Share
-from gradsync.functional._window.terms import Terms, Who, ends_with_data, window_size
+from gradsync.functional._window.terms import Terms, Who, window_size
 from gradsync.functional._window.window import Window, insist_on_one_window, settle_travelling, weigh
 from gradsync.ranks.meet import insist, meet
 
@@ -314,11 +314,10 @@ class Run:
         if place.last:
             order = Order.of_boundary(window.active, window.size, window.asked)
             return order if place.role is RUNS else order.of_replay()
-        # In a loop ranks run out at different times, and behind it they go on in what was carried out of it. Only the
-        # boundary is sure to find them all: "each" waits for it.
-        team, may_differ = window.team, self.exchange.has_an_end or not ends_with_data(self.terms.tail)
-        if self.terms.sync == "each" and (not may_differ or team.num_ranks == 1 or team.lockstep):
-            if team.num_ranks > 1:
+        # Where no forward communicates, nothing is spared by synchronising more often, and ranks may come to a boundary
+        # by other numbers of micro-batches (they ran out, or have discarded some): "each" waits for it.
+        if self.terms.sync == "each" and window.team.forward_communicates:
+            if window.team.num_ranks > 1:
                 self.exchange.agree(self)  # a rank with another sync would wait at its boundary
             return Order.of_boundary(window.active, 1, window.asked)
         for engine in window.active:  # asked in each micro-batch, where a comprehension would cost more
