@@ -66,6 +66,7 @@ class LateUpdater(Updater, Transport):
         self._legs: list[_Leg] = []  # oldest first
         self._departing: _Leg | None = None  # its gradients have left, while those of earlier windows land
         self._has_gone_back = False
+        self._failure: Exception | None = None  # of an update that has landed: the next landing raises it
         self._memory: Saved | None = None  # of the last provisional step, to be used again
         LATE.add(self)
 
@@ -114,9 +115,11 @@ class LateUpdater(Updater, Transport):
             travel.dtype = None
 
     def begin(self) -> None:
-        """Called when a call begins: what an exception left travelling lands now."""
+        """Called when a call begins: what an exception left travelling lands now. If its update fails, all ranks raise
+        where the others land it.
+        """
         if self._has_gone_back:
-            self.settle()
+            self.settle_quietly()
 
     @property
     def lands_before_boundary(self) -> bool:
@@ -125,7 +128,7 @@ class LateUpdater(Updater, Transport):
         That is so in a window so short that it ends before the others land. All ranks then run `on_update`, which may
         have collectives or raise, before the collectives of the boundary.
         """
-        if not self._legs:
+        if not self._legs and self._failure is None:
             return False
         run = self.run  # without an open window, it is the next, which other ranks have
         return self._num_beside < (window_size(run.terms.steps, run.number) if run.window is None else run.window.size)
@@ -166,6 +169,15 @@ class LateUpdater(Updater, Transport):
             self._depart(ahead=False)
             self._land()
 
+    def settle_quietly(self) -> Exception | None:
+        try:
+            self.settle()
+        except Exception as error:
+            if self._has_gone_back:  # it has not landed
+                raise
+            self._failure = error
+        return self._failure
+
     def go_back(self) -> None:
         """After an exception: put the last true parameters back, without waiting. What travels lands later."""
         self._drop()
@@ -203,6 +215,9 @@ class LateUpdater(Updater, Transport):
             )
 
     def _land(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         while self._legs:
             leg = self._legs[0]
             in_flight, arrived = leg.in_flight, False

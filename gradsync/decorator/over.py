@@ -102,12 +102,20 @@ def _leave(loop: Loop, all_windows: Sequence[WindowsOfFunction], drawn: Sequence
             RuntimeWarning,
             stacklevel=3,
         )
-    for windows in all_windows:
-        windows.settle()
+    for runner in _of_this_thread(all_windows):
+        error = runner.updater.settle_quietly()  # an error here would be printed, and passed over
+        if error is not None:
+            warnings.warn(
+                f"The last update of {runner.run.name} landed as the loop was left, and failed: {error!r}. Its next "
+                "call, flush() or settle() raises that.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def _take_part_in_the_rest(loop: Loop, all_windows: Sequence[WindowsOfFunction]) -> None:
     """After this rank's data has ended."""
+    loop.end_data()  # without a call, the ranks meet here: those that have items land after they have met
     for runner in _of_this_thread(all_windows):
         runner.land_before_boundary()
     for run, place in loop.rest():

@@ -87,13 +87,12 @@ class Reporter:
         self.now.stepped = self._is_due = False
 
     def note(self, made: Update, closing: Closing) -> None:
-        """A window has closed, with the update `made`. With `overlap`, an earlier one may have closed in this call."""
+        """A window has closed, with the update `made`. With `overlap`, an earlier one may have been made in this call."""
         now, stepped = self.now, made.stepped
         now.updates += stepped
         now.skipped += not stepped
-        if stepped or not now.stepped:
-            now.grad_norm = made.grad_norm
-        now.stepped, self._is_due, now._closing = now.stepped or stepped, stepped, closing
+        now.stepped, self._is_due = now.stepped or stepped, stepped
+        now.grad_norm, now._closing = made.grad_norm, closing
 
     @property
     def progress(self) -> Progress:
@@ -103,12 +102,16 @@ class Reporter:
         return Progress(**(vars(self.now) | by_run))
 
     def call_on_update(self) -> None:
-        """Call the user's `on_update`, once for an update of the last call."""
-        if self._on_update is None or not self._is_due:
+        """Call the user's `on_update`, once for an update of the last call.
+
+        If it lands another one itself (`settle`, `state_dict`), that has its turn as it returns.
+        """
+        if self._on_update is None or self.is_in_on_update:
             return
         instance = self._instance()
-        self.is_in_on_update, self._is_due = True, False
-        try:
-            self._on_update(*(() if instance is None else (instance,)), self.progress)
-        finally:
-            self.is_in_on_update = False
+        while self._is_due:
+            self.is_in_on_update, self._is_due = True, False
+            try:
+                self._on_update(*(() if instance is None else (instance,)), self.progress)
+            finally:
+                self.is_in_on_update = False

@@ -84,6 +84,10 @@ class Updater:
     def settle(self) -> None:
         """Wait for gradients that still travel, and make their update."""
 
+    def settle_quietly(self) -> Exception | None:
+        """The same where an error of that update cannot be raised: the next landing raises it. Returns it."""
+        return None
+
     def go_back(self) -> None:
         """After an exception: put the last true parameters back, without waiting."""
 

@@ -132,15 +132,20 @@ class Loop(LoopKnowledge, Exchange):
 
     # -- after the data ---------------------------------------------------------------------------------------------
 
+    def end_data(self) -> None:
+        """This rank's data has ended. If it has made no call, it meets the others now. `rest` does this, too."""
+        if not self.data.has_ended:
+            self.data.end()
+            if not self.called:
+                meet_without_call(self)
+
     def rest(self) -> Iterator[tuple[Run, Place]]:
         """The places that this rank takes after its own data has ended, in its own open windows and in the others'.
 
         The caller repeats or misses each of them (its `role` says which), and closes windows, before the next.
         """
-        self.data.end()
         try:
-            if not self.called:
-                meet_without_call(self)
+            self.end_data()
             zipped = [one.name for one in beside(self) if one.data.num_items != self._around.get(one)]
             if zipped and not self.is_over and self.team.num_ranks > 1:
                 raise one_loop(
