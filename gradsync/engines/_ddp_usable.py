@@ -1,7 +1,8 @@
 """Checks whether gradsync can use a `DistributedDataParallel`, and whether its reducer fits the present parameters.
 
 Private in torch: `_delay_all_reduce_params`, `_module_parameters`, `_get_ddp_logging_data`, and of the reducer
-`_get_zeros_like_grad_buckets`; of autograd's nodes `_input_metadata`, which has the shape that a node was made for.
+`_get_zeros_like_grad_buckets`; of autograd's nodes `_input_metadata`, which has the shape that a node was made for; of
+the local parts of a tensor-parallel model's parameters `_st_info`.
 """
 
 from __future__ import annotations
@@ -64,6 +65,12 @@ def check(ddp: DistributedDataParallel) -> None:
         raise GradSyncError(
             "A model on DistributedDataParallel needs the process group that it was wrapped with, but that one has "
             "ended. Wrap the model anew in the group that there is now: gradsync.ddp(model.module)."
+        )
+    if any(hasattr(parameter, "_st_info") for parameter in ddp._module_parameters):
+        raise GradSyncError(
+            "gradsync needs a model's parameters to stay where they are, but this DistributedDataParallel is of a "
+            "tensor-parallel model (device_mesh=), and each of its forwards puts others in their place. Use "
+            "fully_shard, or replicate, on the mesh's other dimension."
         )
     here = set(map(id, ddp.module.parameters()))
     gone = [parameter for parameter in ddp._module_parameters if id(parameter) not in here]

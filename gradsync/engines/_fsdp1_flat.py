@@ -36,21 +36,25 @@ def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None
     if gradient is None:
         parameter.grad = None
     elif parameter.grad is not gradient:
-        parameter.grad = made = torch.empty_like(parameter)
-        made.data = gradient
+        data = gradient.data
+        gradient.data = torch.empty_like(parameter)  # which fits
+        parameter.grad = gradient
+        gradient.data = data
 
 
 def set_aside(handle: FlatParamHandle) -> Callable[[], None]:
-    """Before its parameters are frozen for a while: returns what puts back what would be lost.
+    """Before its parameters are frozen for a while: take away what is held; returns what puts it back.
 
-    A forward of frozen parameters drops the gradients of original ones, and then the flat one; its backward moves the
-    flat one elsewhere. A hook that an earlier forward has left would be taken for its own.
+    A forward of frozen parameters would drop the gradients of original ones, and a second one write zeros to the flat
+    one; its backward moves that elsewhere. A hook that an earlier forward has left would be taken for its own.
     """
     flat = handle.flat_param
     hook = vars(flat).pop("_post_backward_hook_state", None)
     mask = [*(flat._is_grad_none_mask or ())]
     gradients = [(one, one.grad) for one in (flat, *own(handle))]
     is_held = flat.grad is not None
+    for one, _ in gradients if is_held else ():
+        one.grad = None
 
     def put_back() -> None:
         if hook is not None:

@@ -30,7 +30,7 @@ from gradsync.engines._protocol import Engine, trained_alike
 from gradsync.engines._torch_privates import check_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -137,6 +137,7 @@ class FSDP2Engine(Engine):
 
     def trainable(self) -> bool:
         refuse_other_reductions(self._groups, self._states)
+        _torch.read_dtypes(self._groups)
         if self._use.is_noted:  # newly trainable parameters too
             self._use.begin(self._params, self.leaves)
         return super().trainable()
@@ -170,6 +171,9 @@ class FSDP2Engine(Engine):
         for group, flag in flags:
             group.reduce_grads = flag
 
+    def before_frozen(self) -> Callable[[], None]:
+        return lambda: _torch.read_dtypes(self._groups)
+
     # -- boundary -------------------------------------------------------------------------------------------------
 
     def arm(self, loss: torch.Tensor | None) -> None:  # noqa: ARG002 - whatever reaches a group reduces it
@@ -182,6 +186,7 @@ class FSDP2Engine(Engine):
         # used others. So all ranks reduce all of them, once, with zeros for those that they did not use.
         if _torch.can_reduce_unused(groups):
             self._switch(groups, reduce_scatter_unused_params=True)
+            _torch.hold_one_dtype(groups)
         self._before = self._reduced()
 
     def finish(self) -> None:

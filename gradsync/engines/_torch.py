@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    import torch
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +43,16 @@ def can_reduce_unused(groups: Iterable[FSDPParamGroup]) -> bool:
     return all(hasattr(group, "reduce_scatter_unused_params") for group in groups)
 
 
+def read_dtypes(groups: Iterable[FSDPParamGroup]) -> None:
+    """Have groups read the dtypes in which they reduce that were all frozen as they first ran.
+
+    Before torch 2.15, they read these then, for good, of what they trained: nothing.
+    """
+    for group in groups:
+        if vars(group).get("_orig_dtype", ...) is None and any(p.sharded_param.requires_grad for p in group.fsdp_params):
+            group._init_mp_dtypes()
+
+
 def finalizes_by_hand(state: Any) -> bool:
     """Whether the user must call a method to end each backward; torch 2.15 and later."""
     return bool(getattr(state._state_ctx, "manual_backward_finalization", False))
@@ -57,8 +67,11 @@ def begin_backward(state: Any) -> None:
 def reset_iteration(root: Any) -> None:
     """Bring a root out of a forward or backward that an exception has ended, and keep every gradient.
 
-    torch itself drops partial reductions then, and from 2.15 on all gradients.
+    torch itself drops partial reductions then, and from 2.15 on all gradients. Nothing is to be done for a root that
+    could not even begin its first forward.
     """
+    if not hasattr(root._comm_ctx, "all_gather_state"):
+        return
     groups = [group for state in root._state_ctx.all_states for group in groups_of(state)]
     partial = [(group, group._partial_reduce_output, partial_layout(group)) for group in groups]
     leaves = [leaf for group in groups for param in group.fsdp_params for leaf in _leaves(param)]
@@ -116,6 +129,8 @@ def _wait_for(stream: Any, running: Iterable[Any]) -> None:
 
 # -- fully_shard: gradients --------------------------------------------------------------------------------------------
 
+_CAST = "unsharded_accumulated_grad"  # the attribute that has a held gradient in `reduce_dtype`, before torch 2.15
+
 
 def whole_gradient(param: FSDPParam) -> torch.Tensor | None:
     """A parameter's gradient that is not reduced; before torch 2.15, one that was cast has a place of its own."""
@@ -126,7 +141,7 @@ def whole_gradient(param: FSDPParam) -> torch.Tensor | None:
 
 def set_whole_gradient(param: FSDPParam, gradient: torch.Tensor | None) -> None:
     """Have a parameter hold this gradient, or none. Before a gradient, its unsharded parameter must be made."""
-    if "unsharded_accumulated_grad" in vars(param):
+    if _CAST in vars(param):
         param.unsharded_accumulated_grad = gradient
         gradient = None
     if not hasattr(param, "_unsharded_param"):
@@ -135,6 +150,20 @@ def set_whole_gradient(param: FSDPParam, gradient: torch.Tensor | None) -> None:
     if gradient is not None and leaf.grad_dtype is not None:
         gradient = gradient.to(leaf.grad_dtype)
     leaf.grad = gradient
+
+
+def hold_one_dtype(groups: Iterable[FSDPParamGroup]) -> None:
+    """Before groups reduce: where one holds gradients that were cast, have its other parameters hold zeros of that dtype.
+
+    Before torch 2.15, what the backward brings has another dtype, and so have torch's zeros for unused parameters; a
+    group reduces one dtype only.
+    """
+    for group in groups:
+        held = [vars(param).get(_CAST) for param in group.fsdp_params]
+        if any(gradient is not None for gradient in held):
+            for param, gradient in zip(group.fsdp_params, held, strict=True):
+                if gradient is None and param.sharded_param.requires_grad:
+                    setattr(param, _CAST, torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype))
 
 
 def prepare_unsharded(param: FSDPParam) -> None:

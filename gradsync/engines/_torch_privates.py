@@ -61,7 +61,7 @@ PRIVATES: dict[str, dict[str, str]] = {
         "state._state_ctx": "all_states iter_forward_root post_backward_final_callback_queued",
         "group": """
             fsdp_params mesh_info device is_sharded _to_sharded _training_state reduce_grads all_reduce_grads
-            reshard_after_backward gradient_divide_factor _partial_reduce_output
+            reshard_after_backward gradient_divide_factor _partial_reduce_output _init_mp_dtypes
             """,
         "group.mesh_info": "mesh",
         "param": """

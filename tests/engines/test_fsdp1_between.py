@@ -78,6 +78,40 @@ def test_what_is_held_stays_where_it_is_a_bystander(ranks, strategy, sync, use_o
     ranks(2).run(as_a_bystander, strategy, sync, use_orig_params, evaluates)
 
 
+class Twice(nn.Module):
+    """It calls its block twice."""
+
+    def __init__(self, wrap=lambda module: module):
+        super().__init__()
+        torch.manual_seed(5)
+        self.block, self.head = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
+        self.block = wrap(self.block)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.block(torch.tanh(self.block(x)))))
+
+
+def as_a_bystander_twice(strategy: str, sync: str, use_orig_params: bool) -> None:
+    rank = dist.get_rank()
+    critic = fsdp1(Twice(lambda module: fsdp1(module, strategy, use_orig_params)), strategy, use_orig_params)
+    maker = nn.Linear(3, 3).double()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (critic, maker)]
+    step = accumulating(steps=2, sync=sync)(lambda critic, optimizer, x: mean_loss(critic, x))
+    through = accumulating(steps=2)(lambda maker, critic, optimizer, x: mean_loss(critic, maker(x)))
+    for index in range(4):
+        step(critic, optimizers[0], micro_batch(rank, index))
+        through(maker, critic, optimizers[1], micro_batch(rank, index))
+    expected = values(train(Twice(), [both(0, 1), both(2, 3)], window_mean)[1])
+    torch.testing.assert_close(values(critic).sort().values, expected.sort().values, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize(("strategy", "sync"), [*KINDS, ("NO_SHARD", "each"), ("SHARD_GRAD_OP", "window")])
+def test_what_is_held_stays_where_a_bystanders_block_runs_twice(ranks, strategy, sync, use_orig_params):
+    """Its second forward wrote zeros to what the first had kept."""
+    ranks(2).run(as_a_bystander_twice, strategy, sync, use_orig_params)
+
+
 def evaluated_in_a_window(strategy: str, sync: str, use_orig_params: bool) -> None:
     """An evaluation in the middle of a window gathers the parameters; then the window closes without a backward."""
     model, rank = fsdp1(small_model(), strategy, use_orig_params), dist.get_rank()

@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from tests.support.homes import home_of
@@ -28,7 +32,25 @@ def another_divide_factor() -> None:
         Run(home)(0)
 
 
-@pytest.mark.parametrize("case", [a_plain_scaler_on_fsdp1, another_divide_factor])
+def tensor_parallel_in_a_ddp() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    inner = parallelize_module(small_model(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model = DDP(inner, device_mesh=mesh["data"])
+    with pytest.raises(gradsync.GradSyncError, match="is of a tensor-parallel model.*Use fully_shard, or replicate"):
+        trained(model, torch.optim.SGD(model.parameters(), lr=0.1), X)
+
+
+def fully_shard_without_a_root() -> None:
+    """torch's own words."""
+    model = small_model()
+    fully_shard([model[0], model[2]])
+    with pytest.raises(RuntimeError, match="requires a single root module"):
+        trained(model, torch.optim.SGD(model.parameters(), lr=0.1), X)
+
+
+@pytest.mark.parametrize(
+    "case", [a_plain_scaler_on_fsdp1, another_divide_factor, tensor_parallel_in_a_ddp, fully_shard_without_a_root]
+)
 def test_what_would_be_silently_wrong_is_an_error(ranks, case):
     """Found by gradsync, because torch says nothing."""
     ranks(2).run(case)
