@@ -115,8 +115,9 @@ class LateUpdater(Updater, Transport):
             travel.dtype = None
 
     def begin(self) -> None:
-        """Called when a call begins: what an exception left travelling lands now. If its update fails, all ranks raise
-        where the others land it.
+        """Called when a call begins: what an exception left travelling lands now.
+
+        The other ranks land it later: if its update fails, this one raises where they do.
         """
         if self._has_gone_back:
             self.settle_quietly()
@@ -170,6 +171,7 @@ class LateUpdater(Updater, Transport):
             self._land()
 
     def settle_quietly(self) -> Exception | None:
+        """The same where an error of the update is not to be raised: the next landing raises it. Returns it."""
         try:
             self.settle()
         except Exception as error:

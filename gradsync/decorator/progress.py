@@ -87,7 +87,7 @@ class Reporter:
         self.now.stepped = self._is_due = False
 
     def note(self, made: Update, closing: Closing) -> None:
-        """A window has closed, with the update `made`. With `overlap`, an earlier one may have been made in this call."""
+        """A window has closed, with the update `made`. With `overlap`, an earlier one may come in the same call."""
         now, stepped = self.now, made.stepped
         now.updates += stepped
         now.skipped += not stepped

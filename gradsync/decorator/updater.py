@@ -85,7 +85,7 @@ class Updater:
         """Wait for gradients that still travel, and make their update."""
 
     def settle_quietly(self) -> Exception | None:
-        """The same where an error of that update cannot be raised: the next landing raises it. Returns it."""
+        """The same where an error of the update is not to be raised: the next landing raises it. Returns it."""
         return None
 
     def go_back(self) -> None:

@@ -148,7 +148,7 @@ class Engine:
         raise NotImplementedError
 
     def before_frozen(self) -> Callable[[], object]:
-        """Its parameters are frozen for a while: returns what puts back what it would lose of that, once they are not."""
+        """Its parameters are frozen for a while: returns what puts back, afterwards, what it would lose of that."""
         return bool
 
     def arm(self, loss: torch.Tensor | None) -> None:

@@ -44,12 +44,10 @@ def can_reduce_unused(groups: Iterable[FSDPParamGroup]) -> bool:
 
 
 def read_dtypes(groups: Iterable[FSDPParamGroup]) -> None:
-    """Have groups read the dtypes in which they reduce that were all frozen as they first ran.
-
-    Before torch 2.15, they read these then, for good, of what they trained: nothing.
-    """
+    """Have groups read in which dtypes they reduce: before torch 2.15, one that is frozen as it first runs has none."""
     for group in groups:
-        if vars(group).get("_orig_dtype", ...) is None and any(p.sharded_param.requires_grad for p in group.fsdp_params):
+        is_trained = any(param.sharded_param.requires_grad for param in group.fsdp_params)
+        if is_trained and vars(group).get("_orig_dtype", ...) is None:
             group._init_mp_dtypes()
 
 
@@ -153,10 +151,10 @@ def set_whole_gradient(param: FSDPParam, gradient: torch.Tensor | None) -> None:
 
 
 def hold_one_dtype(groups: Iterable[FSDPParamGroup]) -> None:
-    """Before groups reduce: where one holds gradients that were cast, have its other parameters hold zeros of that dtype.
+    """Before groups reduce: where one holds gradients that were cast, its other parameters hold zeros of that dtype.
 
-    Before torch 2.15, what the backward brings has another dtype, and so have torch's zeros for unused parameters; a
-    group reduces one dtype only.
+    A group reduces one dtype only. Before torch 2.15, what the backward brings has another one than what is held, and
+    so have the zeros that torch takes for unused parameters.
     """
     for group in groups:
         held = [vars(param).get(_CAST) for param in group.fsdp_params]
