@@ -23,7 +23,6 @@ from gradsync.decorator.progress import Reporter
 from gradsync.decorator.settings import Settings
 from gradsync.decorator.updater import Updater
 from gradsync.functional import Closing, InParts, Loop, Place, Role, Run, Who, check_steppable, detach, owned
-from gradsync.overlap import LEFT
 from gradsync.overlap.compress_of_bare import Compressed
 from gradsync.ranks.lost import WaitingFor
 
@@ -124,9 +123,9 @@ class CallRunner:
             )
         self.thread = get_ident()
         with self:
-            updater.begin()
             place = run.start(run.who, loop)
             reporter.now.size = place.size
+            updater.begin()  # not before the ranks have met: one without an item lands then, too
             if place.last and updater.lands_before_boundary:
                 returned, _ = self._forward_and_backward(place._replace(last=False), call, loop)
                 updater.settle()
@@ -228,8 +227,9 @@ class CallRunner:
     def warn_if_open(self) -> None:
         """Called at the end of the function, the instance, an optimizer or the program."""
         name, window = self.run.name, self.run.window
-        if self.updater.abandon():
-            self._warn(LEFT.format(what=name))
+        lost = self.updater.abandon()
+        if lost is not None:
+            self._warn(lost)
         if window is None or not window.index:
             return
         self.run.abandon()

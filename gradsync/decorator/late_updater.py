@@ -21,6 +21,7 @@ from gradsync.decorator.settings import Settings
 from gradsync.decorator.updater import NO_UPDATE, Updater
 from gradsync.functional import Closing, Run, Team, Transport, Window, bare_optimizer, window_size
 from gradsync.overlap import (
+    LEFT,
     Flight,
     InFlight,
     check_compress,
@@ -178,6 +179,10 @@ class LateUpdater(Updater, Transport):
             if self._has_gone_back:  # it has not landed
                 raise
             self._failure = error
+            link: BaseException | None = error
+            while link is not None:  # a traceback would keep the user's objects alive
+                link.__traceback__ = None
+                link = link.__cause__ or link.__context__
         return self._failure
 
     def go_back(self) -> None:
@@ -187,16 +192,17 @@ class LateUpdater(Updater, Transport):
             leg.in_flight = go_back(leg.in_flight)
         self._has_gone_back = bool(self._legs)
 
-    def abandon(self) -> bool:
-        """The function or the program ends: keep the last true parameters. Returns whether an update was to be made."""
+    def abandon(self) -> str | None:
+        """The function or the program ends: keep the last true parameters. Returns what to warn of."""
+        failure, self._failure = self._failure, None
         if not self.ids:
-            return False
+            return None if failure is None else f"{self.run.name} ended, and its last update had failed: {failure!r}."
         self.go_back()
         for leg in self._legs:
             leg.in_flight.watch.end()
             _count(leg.ddps, -1)
         self._legs, self._departing = [], None
-        return True
+        return LEFT.format(what=self.run.name)
 
     def _depart(self, *, ahead: bool) -> None:
         leg, who = self._departing, self.run.who
@@ -219,7 +225,10 @@ class LateUpdater(Updater, Transport):
     def _land(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback has this frame
         while self._legs:
             leg = self._legs[0]
             in_flight, arrived = leg.in_flight, False

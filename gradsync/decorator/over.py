@@ -106,8 +106,8 @@ def _leave(loop: Loop, all_windows: Sequence[WindowsOfFunction], drawn: Sequence
         error = runner.updater.settle_quietly()  # an error here would be printed, and passed over
         if error is not None:
             warnings.warn(
-                f"The last update of {runner.run.name} landed as the loop was left, and failed: {error!r}. Its next "
-                "call, flush() or settle() raises that.",
+                f"The last update of {runner.run.name} failed as the loop was left: {error!r}. Its next call, flush() "
+                "or settle() raises that.",
                 RuntimeWarning,
                 stacklevel=3,
             )

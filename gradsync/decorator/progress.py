@@ -106,12 +106,12 @@ class Reporter:
 
         If it lands another one itself (`settle`, `state_dict`), that has its turn as it returns.
         """
-        if self._on_update is None or self.is_in_on_update:
+        if self._on_update is None or self.is_in_on_update or not self._is_due:
             return
         instance = self._instance()
-        while self._is_due:
-            self.is_in_on_update, self._is_due = True, False
-            try:
-                self._on_update(*(() if instance is None else (instance,)), self.progress)
-            finally:
-                self.is_in_on_update = False
+        self.is_in_on_update, self._is_due = True, False
+        try:
+            self._on_update(*(() if instance is None else (instance,)), self.progress)
+        finally:
+            self.is_in_on_update = False
+            self.call_on_update()

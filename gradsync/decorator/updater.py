@@ -91,6 +91,6 @@ class Updater:
     def go_back(self) -> None:
         """After an exception: put the last true parameters back, without waiting."""
 
-    def abandon(self) -> bool:
-        """The function or the program ends: keep the last true parameters. Returns whether an update was to be made."""
-        return False
+    def abandon(self) -> str | None:
+        """The function or the program ends: keep the last true parameters. Returns what to warn of."""
+        return None

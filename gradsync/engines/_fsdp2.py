@@ -131,13 +131,14 @@ class FSDP2Engine(Engine):
             self._recover()
         for group in self._groups:
             if not group.is_sharded and group._training_state is TrainingState.IDLE:
-                for param in group.fsdp_params:  # FSDP would forget that a gathered layer was frozen, or unfrozen
-                    param.sharded_param.requires_grad_(param._unsharded_param.requires_grad)
+                _carry_flags(group.fsdp_params)
                 group._to_sharded()
 
     def trainable(self) -> bool:
         refuse_other_reductions(self._groups, self._states)
         _torch.read_dtypes(self._groups)
+        for param in self._params:
+            vars(param)[_TRAINED] = param.sharded_param.requires_grad
         if self._use.is_noted:  # newly trainable parameters too
             self._use.begin(self._params, self.leaves)
         return super().trainable()
@@ -281,6 +282,18 @@ class FSDP2Engine(Engine):
         while len(self._undo) > depth:
             for group, flags in self._undo.pop():
                 group.__dict__.update(flags)
+
+
+# Whether a parameter was trained as a window was last opened: on torch's record of it, which goes with the model.
+_TRAINED = "_gradsync_trained"
+
+
+def _carry_flags(params: Iterable[FSDPParam]) -> None:
+    """FSDP would forget that gathered layers were frozen or unfrozen. What was switched at a parameter stays."""
+    for param in params:
+        own, gathered = param.sharded_param, getattr(param._module_info.module, param._module_info.param_name)
+        if own.requires_grad == vars(param).get(_TRAINED, own.requires_grad):
+            own.requires_grad_(gathered.requires_grad)
 
 
 def _make_unsharded(params: Iterable[FSDPParam]) -> None:

@@ -46,9 +46,10 @@ def can_reduce_unused(groups: Iterable[FSDPParamGroup]) -> bool:
 def read_dtypes(groups: Iterable[FSDPParamGroup]) -> None:
     """Have groups read in which dtypes they reduce: before torch 2.15, one that is frozen as it first runs has none."""
     for group in groups:
-        is_trained = any(param.sharded_param.requires_grad for param in group.fsdp_params)
-        if is_trained and vars(group).get("_orig_dtype", ...) is None:
-            group._init_mp_dtypes()
+        if vars(group).get("_orig_dtype", ...) is None:
+            trained = {p.sharded_param.dtype for p in group.fsdp_params if p.sharded_param.requires_grad}
+            if len(trained) == 1:  # a teacher may have several, which torch refuses where it trains them
+                group._init_mp_dtypes()
 
 
 def finalizes_by_hand(state: Any) -> bool:
@@ -185,7 +186,8 @@ def new_layout(group: FSDPParamGroup) -> Layout:
     layout: Layout = {}
     start = 0
     for param in group.fsdp_params:
-        if hasattr(param, "_unsharded_param") and param._unsharded_param.requires_grad:
+        # Not the flag of the unsharded one: until its next gather it is off where a bystander's was.
+        if hasattr(param, "_unsharded_param") and param.sharded_param.requires_grad:
             layout[param] = start, param._sharded_param_data.numel()
             start += param._sharded_param_data.numel()
     return layout

@@ -110,3 +110,44 @@ def frozen_as_it_first_ran(how: str, steps: int, sync: str) -> list:
 def test_what_was_frozen_as_it_first_ran_is_reduced_in_the_policys_dtype(ranks, how, steps, sync):
     """The mean is 64.75, in bfloat16 65; added up in bfloat16 it is 64. Or the reduced gradient had a wrong dtype."""
     assert ranks(4).run(frozen_as_it_first_ran, how, steps, sync) == [[-65.0] * 4] * 4
+
+
+def with_a_teacher_of_two_dtypes() -> float:
+    """A teacher in bfloat16 with a norm in float32, which nobody trains."""
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.LayerNorm(4))
+    teacher[0].register_forward_hook(lambda _module, _args, output: output.float())
+    teacher[0].register_forward_pre_hook(lambda _module, args: (args[0].bfloat16(),))
+    fully_shard(teacher)
+    student = fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    step = gradsync.accumulating(2)(lambda student, teacher, optimizer, x: (student(x) - teacher(x)).square().mean())
+    for _ in range(4):
+        step(student, teacher, optimizer, torch.ones(2, 4))
+    assert all(parameter.requires_grad for parameter in teacher.parameters())
+    return step.progress.updates
+
+
+def test_a_teacher_may_have_two_dtypes(ranks):
+    """torch refuses that where it trains them."""
+    assert ranks(2).run(with_a_teacher_of_two_dtypes) == [2, 2]
+
+
+def beside_a_sharded_teacher(sync: str) -> list:
+    """What a bare student's gradients come to, and how often they synchronise, in bfloat16."""
+    torch.manual_seed(0)
+    rank, teacher, student = dist.get_rank(), fully_shard(nn.Linear(3, 3)), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    step = gradsync.accumulating(4, sync=sync, compress="bf16")(
+        lambda student, teacher, optimizer, x: student(teacher(x)).square().mean()
+    )
+    with gradsync.audit(student, optimizer) as report:
+        for index in range(8):
+            step(student, teacher, optimizer, torch.randn(5, 3, generator=torch.Generator().manual_seed(9 * rank + index)))
+    return [report.syncs, report.wasted, [parameter.tolist() for parameter in student.parameters()]]
+
+
+def test_each_waits_for_the_boundary_beside_a_sharded_teacher(ranks):
+    """Only what is trained synchronises: the teacher's forward communicates, and the student's does not."""
+    (each, *_), (window, *_) = (ranks(2).run(beside_a_sharded_teacher, sync) for sync in ("each", "window"))
+    assert each == window and each[:2] == [2, 0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
 import gradsync
 from tests.support.compare import assert_equal_state
@@ -36,6 +36,12 @@ def fsdp2_without_root(model: nn.Sequential) -> nn.Module:
     for layer in (model[0], model[2]):
         fully_shard(layer)
     return model
+
+
+def fsdp2_resharded_to_two(model: nn.Sequential) -> nn.Module:
+    for layer in (model[0], model[2]):
+        fully_shard(layer, reshard_after_forward=2)
+    return fully_shard(model)
 
 
 def made_after_an_evaluation(wrap: Callable, loop: Callable) -> str:
@@ -79,28 +85,35 @@ def test_a_frozen_root_that_is_unfrozen_after_a_loop(ranks, loop):
         assert_equal_state(came, model.state_dict(), 1e-12)
 
 
-def frozen_after_an_evaluation(wrap: Callable, loop: Callable) -> dict:
+def frozen_after_an_evaluation(wrap: Callable, loop: Callable, at_the_module: bool) -> dict:
     """A loop, an evaluation, and then the first layer is frozen; after the next evaluation it is trained again."""
     model = wrap(net())
+    own = [*model[0].parameters()]  # as the optimizer has them
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for frozen in (False, True, False):
-        model[0].requires_grad_(not frozen)
+        for parameter in model[0].parameters() if at_the_module else own:
+            parameter.requires_grad_(not frozen)
         loop_over(loop, model, optimizer)
         with torch.no_grad():
             model(micro_batch(0, 0))
-    model.reshard() if wrap is fsdp2 else [layer.reshard() for layer in (model[0], model[2])]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("loop", [over, sync_every])
-@pytest.mark.parametrize("wrap", [fsdp2, fsdp2_without_root])
-def test_a_layer_that_is_frozen_after_an_evaluation(ranks, wrap, loop):
-    """What the user freezes are gathered tensors, and FSDP forgets that as it puts its parameters back."""
+@pytest.mark.parametrize("wrap", [fsdp2, fsdp2_without_root, fsdp2_resharded_to_two])
+@pytest.mark.parametrize("at_the_module", [True, False])
+def test_a_layer_that_is_frozen_after_an_evaluation(ranks, wrap, loop, at_the_module):
+    """What the user freezes are gathered tensors, and FSDP forgets that as it puts its parameters back; or they are its
+    own, which the gathered ones do not know of.
+    """
     model = net()
     for frozen in (False, True, False):
         model[0].requires_grad_(not frozen)
         _, model = train(model, cut([4, 4], STEPS), window_mean, lr=LR)
-    for came in ranks(2).run(frozen_after_an_evaluation, wrap, loop):
+    for came in ranks(2).run(frozen_after_an_evaluation, wrap, loop, at_the_module):
         assert_equal_state(came, model.state_dict(), 1e-12)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -72,7 +74,44 @@ def test_an_error_of_an_update_that_lands_at_a_break_is_raised_by_what_comes_nex
     """A generator that is closed cannot raise: Python printed the error, and the program went on."""
     for told in ranks(2).run(left_by_break, overlap, what, then, limit=20):
         assert ("must be finite" if what == "nonfinite" else "Failed()") in told
-        assert "landed as the loop was left, and failed" in told and "flush() or settle()" in told
+        assert "failed as the loop was left" in told and "flush() or settle()" in told
+
+
+class Trainer:
+    """Its method is decorated."""
+
+    def __init__(self):
+        self.model = small_model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    @gradsync.accumulating(
+        STEPS, overlap=1, model=lambda self, _: self.model, optimizer=lambda self, _: self.optimizer,
+        on_update=lambda _, progress: fail_once(progress),
+    )  # fmt: skip
+    def step(self, index: int):
+        return mean_loss(self.model, micro_batch(dist.get_rank(), index))
+
+
+def dropped_with_an_error() -> list[str]:
+    """A trainer goes whose last update has failed, which nobody has been told."""
+    trainer = Trainer()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for index in trainer.step.over(range(9)):
+            trainer.step(index)
+            if index == STEPS - 1:
+                break
+        gone = [weakref.ref(one) for one in (trainer, trainer.model, trainer.optimizer)]
+        del trainer
+        gc.collect()
+    assert not any(ref() for ref in gone)
+    return [str(one.message) for one in told]
+
+
+def test_an_error_that_waits_keeps_nothing_alive_and_is_told_of_at_the_end(ranks):
+    for told in ranks(2).run(dropped_with_an_error):
+        assert len(told) == 2 and "failed as the loop was left" in told[0]
+        assert "ended, and its last update had failed: Failed()" in told[1]
 
 
 # -- on a rank that is at another place -----------------------------------------------------------------------------
@@ -109,6 +148,39 @@ def without_an_item(overlap: int, what: str) -> None:
 def test_a_rank_without_an_item_meets_the_others_before_it_lands(ranks, overlap, what):
     """It waited in its `on_update`, or had raised, and the others waited where the loop begins."""
     ranks(2).run(without_an_item, overlap, what, limit=20)
+
+
+def behind_an_exception_on_all_ranks() -> None:
+    """A window travels, each rank has an exception, and then rank 0 has no item in the loop."""
+    sums = []
+
+    def add_up(progress) -> None:
+        here = torch.tensor([float(progress.updates)])
+        dist.all_reduce(here)
+        sums.append(here.item())
+
+    training = Training(1)
+    loss = training.loss
+
+    def failing(index: int):
+        if index < 0:
+            raise KeyError
+        return loss(index)
+
+    step = gradsync.accumulating(
+        STEPS, model=training.model, optimizer=training.optimizer, overlap=1, on_update=add_up
+    )(failing)  # fmt: skip
+    for index in range(STEPS):
+        step(index)
+    with pytest.raises(KeyError):
+        step(-1)
+    for index in step.over(range(4 * training.rank)):
+        step(index)
+    assert sums == [2.0, 4.0, 6.0]
+
+
+def test_what_an_exception_left_lands_when_the_ranks_have_met(ranks):
+    ranks(2).run(behind_an_exception_on_all_ranks, limit=20)
 
 
 def raised_in_which_window(overlap: int) -> int:
@@ -166,6 +238,30 @@ def saved_in_on_update() -> list[tuple[int, int, int, float]]:
 def test_a_state_that_is_saved_in_on_update_lands_the_next_window_and_its_on_update_comes_after_it(ranks):
     for saved in ranks(2).run(saved_in_on_update):
         assert saved == [(n, m, m, 0.1 * 0.5**m) for n, m in ((1, 2), (2, 2), (3, 4), (4, 4))]
+
+
+def raises_after_settle() -> list[int]:
+    """The updates of which `on_update` was told, the first of which lands the next one, and raises."""
+    told = []
+
+    def note(progress) -> None:
+        told.append(progress.updates)
+        if len(told) == 1:
+            training.step.settle()
+            raise Failed
+
+    training = Training(STEPS, on_update=note)
+    for index in range(3 * STEPS):
+        try:
+            training.step(index)
+        except Failed:
+            told.append(-1)
+    training.step.settle()
+    return told
+
+
+def test_an_update_that_lands_in_on_update_is_told_of_also_where_that_raises(ranks):
+    assert ranks(2).run(raises_after_settle) == [[1, 2, -1, 3]] * 2
 
 
 def of_the_last_window(overlap: int) -> list:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import (
-    fully_shard,
-)  # fmt: skip
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import gradsync
 from tests.resume.engine_runs import Run, flush, resumed_anywhere, updates
@@ -15,7 +17,7 @@ from tests.support.compare import assert_equal_states
 from tests.support.files import is_plain
 from tests.support.homes import HOMES, Home, home_of, mesh
 from tests.support.models import Choosy, net
-from tests.support.reference import mean_of
+from tests.support.reference import mean_of, micro_batch
 from tests.support.training import data, reference
 
 FSDP1 = [name for name in HOMES if name.startswith("fsdp1")]
@@ -131,3 +133,32 @@ def another_sync(engine: str, before: str, after: str) -> None:
 def test_a_state_of_another_sync(ranks, engine, before, after):
     """Is gone on with; while it is mixed, saving it is an error."""
     ranks(HOMES[engine][0]).run(another_sync, engine, before, after)
+
+
+def saved_where_it_is_a_bystander(sync: str, saves: bool) -> list:
+    """A generator on HSDP, whose open window is saved and loaded behind a call of the judge's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
+    for model in (maker, judge):
+        fully_shard(model, mesh=mesh)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (maker, judge)]
+    make = gradsync.accumulating(3, optimizer=optimizers[0], sync=sync)(lambda maker, judge, x: (judge(maker(x)) - 1).square().mean())
+    judges = gradsync.accumulating(2, optimizer=optimizers[1], sync=sync)(lambda maker, judge, x: judge(maker(x)).square().mean())
+    for index in range(6):
+        make(maker, judge, micro_batch(dist.get_rank(), index))
+        judges(maker, judge, micro_batch(dist.get_rank(), index))
+        if saves:
+            state = copy.deepcopy(make.state_dict())
+            make.reset()
+            make.load_state_dict(state)
+    return [parameter.full_tensor().tolist() for model in (maker, judge) for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("sync", ["window", "shard", "each"])
+def test_a_window_is_saved_behind_a_call_that_has_the_model_as_a_bystander(ranks, sync):
+    """The pieces of a window with sync="shard" were lost: the unsharded parameters were still switched off."""
+    saved, plain = (ranks(4).run(saved_where_it_is_a_bystander, sync, saves) for saves in (True, False))
+    for came, expected in zip(saved, plain, strict=True):
+        for one, other in zip(came, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-12, atol=1e-12)

@@ -81,16 +81,18 @@ class Bystanders:
     def restore(self, found: tuple[list[Any], list[nn.Parameter]]) -> None:
         """Switch on exactly what was switched off, unless another thread still holds it."""
         flags, switched_off = found
-        for engine in self.engines:
-            engine.ungather()  # what is gathered is still switched off
-        with SWITCHING:
-            for parameter in switched_off:
-                state = vars(parameter)
-                holders = state.pop(_HOLDERS, 1) - 1
-                if holders:
-                    state[_HOLDERS] = holders
-                else:
-                    parameter.requires_grad_(True)
+        try:
+            for engine in self.engines:
+                engine.ungather()  # what is gathered is still switched off
+        finally:
+            with SWITCHING:
+                for parameter in switched_off:
+                    state = vars(parameter)
+                    holders = state.pop(_HOLDERS, 1) - 1
+                    if holders:
+                        state[_HOLDERS] = holders
+                    else:
+                        parameter.requires_grad_(True)
         for engine, (flag, put_back) in zip(self.engines, flags, strict=True):
             engine.restore(flag)
             put_back()

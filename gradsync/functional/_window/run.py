@@ -314,9 +314,9 @@ class Run:
         if place.last:
             order = Order.of_boundary(window.active, window.size, window.asked)
             return order if place.role is RUNS else order.of_replay()
-        # Where no forward communicates, nothing is spared by synchronising more often, and ranks may come to a boundary
-        # by other numbers of micro-batches (they ran out, or have discarded some): "each" waits for it.
-        if self.terms.sync == "each" and window.team.forward_communicates:
+        # Where no forward of a trained model communicates, more synchronisations spare nothing, and ranks may come to a
+        # boundary by other numbers of micro-batches (they ran out, or have discarded some): "each" waits for it.
+        if self.terms.sync == "each" and any(engine.forward_communicates for engine in window.active):
             if window.team.num_ranks > 1:
                 self.exchange.agree(self)  # a rank with another sync would wait at its boundary
             return Order.of_boundary(window.active, 1, window.asked)
