@@ -46,7 +46,8 @@ class BehindEngine(DDPEngine):
     arms_replays = False  # the reducer would write to a sparse gradient of the replay
 
     def __init__(self, rest: Rest, group: dist.ProcessGroup | None) -> None:
-        self._roots = [weakref.ref(root) for root in rest.roots]
+        # With the names of its buffers now, which all ranks have: a forward may make others, on some ranks only.
+        self._roots = [(weakref.ref(root), [name for name, _ in shared_buffers(root)]) for root in rest.roots]
         super().__init__(_make(rest, group), nn.ModuleList(rest.roots))
         self._ledger, *self._reduced = self._reduced
         self.parameters = list(self._reduced)
@@ -84,7 +85,8 @@ class BehindEngine(DDPEngine):
         return resized or not self.is_wired()
 
     def _buffers(self) -> list[torch.Tensor]:
-        return [b for ref in self._roots if (root := ref()) is not None for _, b in shared_buffers(root)]
+        there = [(dict(root.named_buffers()), names) for ref, names in self._roots if (root := ref()) is not None]
+        return [buffers[name] for buffers, names in there for name in names if name in buffers]
 
     def send_buffers(self, source: int) -> Callable[[], None]:
         return BuffersOnTheirWay(self._buffers(), self.group, source).arrive
