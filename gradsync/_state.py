@@ -7,7 +7,8 @@ steps. The end of the program, and a warning that is given once, belong to the p
 user's is weak, and ends with it.
 
 A few facts stand on objects of the user's themselves, in attributes that begin with `_gradsync_`: what is known of a
-DDP's reducer, how many hold a teacher's parameter, whether a gradient was left behind, a scheduler's updates.
+DDP's reducer, how many hold a teacher's parameter, whether a parameter on FSDP2 was trained, whether a gradient was
+left behind, a scheduler's updates.
 """
 
 from __future__ import annotations

@@ -18,6 +18,18 @@ from tests.support.reference import mean_loss, micro_batch
 STEPS = 3
 
 
+class AddsUp:
+    """An `on_update` with a collective: the sums of the updates that the ranks have told of."""
+
+    def __init__(self):
+        self.sums = []
+
+    def __call__(self, progress) -> None:
+        here = torch.tensor([float(progress.updates)])
+        dist.all_reduce(here)
+        self.sums.append(here.item())
+
+
 class Failed(Exception):
     """Of an `on_update`."""
 
@@ -28,14 +40,14 @@ def fail_once(progress) -> None:
 
 
 class Training:
-    """A decorated function, whose micro-batch `infinite` has no finite loss."""
+    """A decorated function, whose micro-batch `infinite` has no finite loss. `body` is called in place of `loss`."""
 
-    def __init__(self, overlap: int, infinite: int = -1, **options):
+    def __init__(self, overlap: int, infinite: int = -1, body=None, **options):
         self.rank, self.model, self.infinite = dist.get_rank(), small_model(), infinite
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.step = gradsync.accumulating(
             STEPS, model=self.model, optimizer=self.optimizer, overlap=overlap, **options
-        )(self.loss)  # fmt: skip
+        )(self.loss if body is None else body)  # fmt: skip
 
     def loss(self, index: int):
         return mean_loss(self.model, micro_batch(self.rank, index)) * (torch.inf if index == self.infinite else 1)
@@ -119,14 +131,8 @@ def test_an_error_that_waits_keeps_nothing_alive_and_is_told_of_at_the_end(ranks
 
 def without_an_item(overlap: int, what: str) -> None:
     """What travels was sent by plain calls; in the loop behind these, rank 0 has no item."""
-    sums = []
-
-    def add_up(progress) -> None:
-        here = torch.tensor([float(progress.updates)])
-        dist.all_reduce(here)
-        sums.append(here.item())
-
-    options = {"nonfinite": "raise", "infinite": STEPS - 1} if what == "nonfinite" else {"on_update": add_up}
+    adds = AddsUp()
+    options = {"nonfinite": "raise", "infinite": STEPS - 1} if what == "nonfinite" else {"on_update": adds}
     training = Training(overlap, **options)
     for index in range(STEPS):
         training.step(index)
@@ -141,7 +147,7 @@ def without_an_item(overlap: int, what: str) -> None:
             loop()
     else:
         loop()
-        assert sums == [2.0, 4.0, 6.0]
+        assert adds.sums == [2.0, 4.0, 6.0]
 
 
 @pytest.mark.parametrize(("overlap", "what"), [(1, "collective"), (2, "collective"), (1, "nonfinite"), (STEPS, "nonfinite")])
@@ -152,31 +158,22 @@ def test_a_rank_without_an_item_meets_the_others_before_it_lands(ranks, overlap,
 
 def behind_an_exception_on_all_ranks() -> None:
     """A window travels, each rank has an exception, and then rank 0 has no item in the loop."""
-    sums = []
-
-    def add_up(progress) -> None:
-        here = torch.tensor([float(progress.updates)])
-        dist.all_reduce(here)
-        sums.append(here.item())
-
-    training = Training(1)
-    loss = training.loss
+    adds = AddsUp()
 
     def failing(index: int):
         if index < 0:
             raise KeyError
-        return loss(index)
+        return training.loss(index)
 
-    step = gradsync.accumulating(
-        STEPS, model=training.model, optimizer=training.optimizer, overlap=1, on_update=add_up
-    )(failing)  # fmt: skip
+    training = Training(1, body=failing, on_update=adds)
+    step = training.step
     for index in range(STEPS):
         step(index)
     with pytest.raises(KeyError):
         step(-1)
     for index in step.over(range(4 * training.rank)):
         step(index)
-    assert sums == [2.0, 4.0, 6.0]
+    assert adds.sums == [2.0, 4.0, 6.0]
 
 
 def test_what_an_exception_left_lands_when_the_ranks_have_met(ranks):
@@ -185,17 +182,14 @@ def test_what_an_exception_left_lands_when_the_ranks_have_met(ranks):
 
 def raised_in_which_window(overlap: int) -> int:
     """Rank 1 has an exception of its own while a window travels that is not finite."""
-    training = Training(overlap, infinite=STEPS - 1)
-    loss = training.loss
 
     def failing(index: int):
         if (training.rank, index) == (1, STEPS):
             raise KeyError
-        return loss(index)
+        return training.loss(index)
 
-    step = gradsync.accumulating(
-        STEPS, model=training.model, optimizer=training.optimizer, overlap=overlap, nonfinite="raise"
-    )(failing)  # fmt: skip
+    training = Training(overlap, infinite=STEPS - 1, body=failing, nonfinite="raise")
+    step = training.step
     with pytest.raises(GradSyncError, match="must be finite"):
         for index in step.over(range(4 * STEPS)):
             try:
@@ -209,7 +203,7 @@ def raised_in_which_window(overlap: int) -> int:
 def test_after_an_exception_of_one_rank_a_window_that_is_not_finite_raises_on_every_rank(ranks, overlap):
     """That rank lands it earlier than the others; it raised there, and they waited for it in the next boundary."""
     windows = ranks(2).run(raised_in_which_window, overlap, limit=20)
-    assert windows == [1, 1] if overlap < STEPS else [2, 2]
+    assert windows == ([1, 1] if overlap < STEPS else [2, 2])
 
 
 # -- what is told of it ---------------------------------------------------------------------------------------------
@@ -224,14 +218,10 @@ def saved_in_on_update() -> list[tuple[int, int, int, float]]:
         (window,) = states[0]["windows"]
         saved.append((progress.updates, window["updates"], states[1]["last_epoch"], states[2]["param_groups"][0]["lr"]))
 
-    training = Training(0)
+    training = Training(STEPS, scheduler=lambda _: scheduler, on_update=save)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5)
-    step = gradsync.accumulating(
-        STEPS, model=training.model, optimizer=training.optimizer, scheduler=scheduler, overlap=STEPS, on_update=save
-    )(training.loss)  # fmt: skip
-    training.step = step
-    for index in step.over(range(4 * STEPS)):
-        step(index)
+    for index in training.step.over(range(4 * STEPS)):
+        training.step(index)
     return saved
 
 
