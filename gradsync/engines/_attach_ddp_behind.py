@@ -10,8 +10,9 @@ from torch import nn
 
 from gradsync import _state
 from gradsync._errors import GradSyncError
-from gradsync.engines._ddp_behind import BehindEngine, Rest, shared_buffers
+from gradsync.engines._ddp_behind import BehindEngine, Rest
 from gradsync.engines._find import bare, common_group, engines_behind, mesh_of, walk
+from gradsync.engines._shared_buffers import shared_buffers
 from gradsync.ranks.group import several_ranks
 
 if TYPE_CHECKING:

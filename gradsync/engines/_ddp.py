@@ -26,7 +26,6 @@ from torch import nn
 
 from gradsync._errors import GradSyncError
 from gradsync._state import WIRES
-from gradsync.engines._buffers_sent_ahead import BuffersOnTheirWay
 from gradsync.engines._ddp_forward_shortcut import as_it_is, moved, shortcut
 from gradsync.engines._ddp_unused import forget_unused, names_of, unused_message, used_anywhere
 from gradsync.engines._ddp_usable import (
@@ -43,6 +42,7 @@ from gradsync.engines._ddp_usable import (
 )
 from gradsync.engines._muted_parameter_hooks import silent
 from gradsync.engines._protocol import Carrier, Engine
+from gradsync.engines._shared_buffers import SharedBuffers
 from gradsync.engines._torch_privates import check_torch
 from gradsync.ranks.lost import is_lost
 
@@ -62,7 +62,10 @@ _LOST_REDUCTION = 0.2
 class DDPEngine(Engine):
     """One `DistributedDataParallel`."""
 
-    def __init__(self, ddp: DistributedDataParallel, module: nn.Module | None = None) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, module: nn.Module | None = None, roots: Sequence[nn.Module] | None = None
+    ) -> None:
+        """`module` is in place of the DDP's own if its forward is not the model's; `roots` have the buffers."""
         self._check(ddp)
         check_torch("ddp", ddp=ddp)
         assert ddp.process_group is not None, "every DistributedDataParallel has one"
@@ -78,6 +81,8 @@ class DDPEngine(Engine):
             insist_on_shapes(self._reduced)
         note_wires(ddp, self._reduced)
         self._wired = list(self._reduced)
+        device = ddp._module_parameters[0].device
+        self._buffers = SharedBuffers(ddp.process_group, [ddp.module] if roots is None else roots, device)
 
     def _check(self, ddp: DistributedDataParallel) -> None:
         check(ddp)
@@ -100,19 +105,26 @@ class DDPEngine(Engine):
 
     def share_buffers(self, source: int) -> None:
         ddp = self._ddp
-        # torch 2.13 renamed it `forward_sync_buffers`, and answers to this name too.
-        if ddp.broadcast_buffers and ddp.modules_buffers and self.group.size() > 1:
-            with torch.no_grad():
-                ddp._assign_modules_buffers()
-                with torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)):
-                    ddp._sync_module_buffers(source)
+        if not self._shares_buffers:
+            return
+        if hasattr(ddp, "buffer_hook"):  # the user's
+            ddp._assign_modules_buffers()
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)):
+                ddp._sync_module_buffers(source)
+        elif self._buffers.may_change:
+            self._buffers.send(source)()
+        else:
+            buffers = [*self._buffers.now().values()]
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+                dist._broadcast_coalesced(self.group, buffers, ddp.broadcast_bucket_size, source)
 
     def send_buffers(self, source: int) -> Callable[[], None]:
-        ddp = self._ddp
-        if not (ddp.broadcast_buffers and ddp.modules_buffers and self.group.size() > 1):
-            return _nothing
-        ddp._assign_modules_buffers()
-        return BuffersOnTheirWay(ddp.modules_buffers, self.group, source).arrive
+        return self._buffers.send(source) if self._shares_buffers else _nothing
+
+    @property
+    def _shares_buffers(self) -> bool:
+        # torch 2.13 renamed it `forward_sync_buffers`, and answers to this name too.
+        return bool(self._ddp.broadcast_buffers and self.group.size() > 1 and self._buffers)
 
     # -- micro-batch ----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ change the order in which three ranks or more add them up.
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,14 +20,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync._errors import GradSyncError
-from gradsync.engines._buffers_sent_ahead import BuffersOnTheirWay
 from gradsync.engines._ddp import DDPEngine
 from gradsync.engines._ddp_usable import insist_on_shapes, note_wires
 from gradsync.engines._protocol import Carrier
 from gradsync.engines._to_device import flags_on
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
 
 class Rest(NamedTuple):
@@ -46,9 +44,7 @@ class BehindEngine(DDPEngine):
     arms_replays = False  # the reducer would write to a sparse gradient of the replay
 
     def __init__(self, rest: Rest, group: dist.ProcessGroup | None) -> None:
-        # With the names of its buffers now, which all ranks have: a forward may make others, on some ranks only.
-        self._roots = [(weakref.ref(root), [name for name, _ in shared_buffers(root)]) for root in rest.roots]
-        super().__init__(_make(rest, group), nn.ModuleList(rest.roots))
+        super().__init__(_make(rest, group), nn.ModuleList(rest.roots), rest.roots)
         self._ledger, *self._reduced = self._reduced
         self.parameters = list(self._reduced)
         insist_on_shapes(self._reduced)
@@ -83,19 +79,6 @@ class BehindEngine(DDPEngine):
         """Whether a parameter was resized in place or has another node: the reducer can never reduce again."""
         resized = any(one[2] != p.shape for one, p in zip(self._likeness, self.parameters, strict=True))
         return resized or not self.is_wired()
-
-    def _buffers(self) -> list[torch.Tensor]:
-        there = [(dict(root.named_buffers()), names) for ref, names in self._roots if (root := ref()) is not None]
-        return [buffers[name] for buffers, names in there for name in names if name in buffers]
-
-    def send_buffers(self, source: int) -> Callable[[], None]:
-        return BuffersOnTheirWay(self._buffers(), self.group, source).arrive
-
-    def share_buffers(self, source: int) -> None:
-        buffers = self._buffers()
-        if buffers:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-                dist._broadcast_coalesced(self.group, buffers, self._ddp.broadcast_bucket_size, source)
 
     def arm(self, loss: torch.Tensor | None) -> None:
         self._prepare(loss)
@@ -184,9 +167,3 @@ def _make(rest: Rest, group: dist.ProcessGroup | None) -> DistributedDataParalle
     ddp._modules.clear()
     ddp.modules_buffers, ddp.named_module_buffers = [], {}
     return ddp
-
-
-def shared_buffers(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The buffers that all ranks have in common, by name."""
-    ignored = getattr(root, "_ddp_params_and_buffers_to_ignore", ())
-    return [(name, buffer) for name, buffer in root.named_buffers() if name not in ignored]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from tests.support.compare import assert_equal_state
@@ -35,33 +36,43 @@ class Branches(nn.Module):
         torch.manual_seed(3)
         self.branches = nn.ModuleList([Branch(0), Branch(1)])
 
-    def loss(self, rank: int, index: int):
+    def forward(self, rank: int, index: int):
         return self.branches[(rank + index // 2) % 2](micro_batch(rank, index))
 
 
 STEPS = 2
 
 
-def trained(lengths: list[int], dropped: list[list[int]]) -> dict:
+def trained(wrap, lengths: list[int], dropped: list[list[int]]) -> dict:
     rank, model = dist.get_rank(), Branches()
+    home = wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    @gradsync.accumulating(STEPS, model=model, optimizer=optimizer, skip=ValueError)
+    @gradsync.accumulating(STEPS, model=home, optimizer=optimizer, skip=ValueError)
     def step(index):
         if [rank, index] in dropped:
             raise ValueError
-        return model.loss(rank, index)
+        return home(rank, index)
 
     for index in step.over(range(lengths[rank])):
         step(index)
     return model.state_dict()
 
 
+def bare(model):
+    return model
+
+
+def searching(model):
+    return DDP(model, find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("wrap", [bare, searching])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     ("lengths", "dropped"), [([8, 8, 8], []), ([4, 4, 4], [[0, 0]]), ([4, 4, 4], [[1, 0], [1, 1]]), ([5, 0, 5], []), ([0, 5, 3], [])]
 )
-def test_a_table_that_ranks_make_at_different_times(ranks, size, lengths, dropped):
+def test_a_table_that_ranks_make_at_different_times(ranks, size, wrap, lengths, dropped):
     """One rank's table was filled with another's, or with the next buffer; or the ranks waited for each other."""
     lengths, windows = lengths[:size], []
     for start in range(0, max(lengths), STEPS):
@@ -69,8 +80,8 @@ def test_a_table_that_ranks_make_at_different_times(ranks, size, lengths, droppe
         windows.append([one for one in all_of_it if list(one) not in dropped])
 
     def weigh(model, items):
-        return torch.stack([model.loss(*one) for one in items]).mean()
+        return torch.stack([model(*one) for one in items]).mean()
 
     _, model = train(Branches(), [one for one in windows if one], weigh, lr=0.1)
-    for came in ranks(size).run(trained, lengths, dropped, limit=20):
+    for came in ranks(size).run(trained, wrap, lengths, dropped, limit=20):
         assert_equal_state(came, model.state_dict(), 1e-12)
