@@ -117,6 +117,37 @@ def test_a_layer_that_is_frozen_after_an_evaluation(ranks, wrap, loop, at_the_mo
         assert_equal_state(came, model.state_dict(), 1e-12)
 
 
+def frozen_in_the_middle(wrap: Callable, loop: str, at_the_module: bool, evaluates: bool) -> str:
+    """In the middle of a window, after an evaluation or right after a micro-batch, the first layer is frozen."""
+    model = wrap(net())
+    own = [*model[0].parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    step = gradsync.accumulating(steps=3, model=model, optimizer=optimizer)(lambda x: mean_loss(model, x))
+    try:
+        for micro, index in zip(gradsync.sync_every(model, 3) if loop == "sync_every" else [None] * 3, range(3)):
+            if index == 1:
+                if evaluates:
+                    with torch.no_grad():
+                        model(micro_batch(0, 0))
+                for parameter in model[0].parameters() if at_the_module else own:
+                    parameter.requires_grad_(False)
+            x = micro_batch(dist.get_rank(), index)
+            step(x) if micro is None else micro.backward(mean_loss(model, x))
+    except gradsync.GradSyncError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("loop", ["calls", "sync_every"])
+@pytest.mark.parametrize("wrap", [fsdp2, fsdp2_without_root, fsdp2_resharded_to_two])
+@pytest.mark.parametrize("at_the_module", [True, False])
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_layer_that_is_frozen_in_the_middle_of_a_window(ranks, wrap, loop, at_the_module, evaluates):
+    """FSDP forgot it with the gathered tensors, and the layer was trained by some micro-batches."""
+    for said in ranks(2).run(frozen_in_the_middle, wrap, loop, at_the_module, evaluates):
+        assert "requires_grad of 2 parameters is another" in said
+
+
 def judged(make: Callable, *, several: bool) -> list[torch.Tensor]:
     """A GAN: in the judge's step the maker is a bystander, whose output needs no gradient."""
     maker, judge = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()

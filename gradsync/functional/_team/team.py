@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from operator import attrgetter
+from operator import attrgetter, ne
 from typing import Any, TypeAlias
 
 import torch
@@ -167,8 +167,12 @@ class Team:
 
     def check_trainable(self, name: str) -> None:
         """Raise if `requires_grad` of a parameter has changed since the window was opened; cheap, for each call."""
-        if [*map(_FLAG, self.parameters)] != self._flags:
-            changed = sum(p.requires_grad != flag for p, flag in zip(self.parameters, self._flags, strict=True))
+        now = [*map(_FLAG, self.parameters)]
+        if self.holds_inside and now == self._flags:  # gathered tensors may have been switched in place of parameters
+            gathered = {id(own): tensor.requires_grad for one in self.engines for tensor, own in one.gathered.items()}
+            now = [gathered.get(id(p), flag) for p, flag in zip(self.parameters, now, strict=True)]
+        if now != self._flags:
+            changed = sum(map(ne, now, self._flags))
             raise GradSyncError(_CHANGED.format(name=name, what=f"requires_grad of {changed} parameters is another"))
 
     @property
