@@ -156,6 +156,36 @@ def test_a_rank_without_an_item_meets_the_others_before_it_lands(ranks, overlap,
     ranks(2).run(without_an_item, overlap, what, limit=20)
 
 
+def behind_another_function(overlap: int, num_plain: int) -> tuple[list, str]:
+    """The last of the plain calls has left a window travelling, or open, when another function's loop begins."""
+    adds = AddsUp()
+    training = Training(1, on_update=adds)
+    other = gradsync.accumulating(STEPS, model=training.model, optimizer=training.optimizer, overlap=overlap)(training.loss)
+    for index in other.over(range(STEPS)):  # so that it knows its ranks already
+        other(index)
+    other.settle()
+    for index in range(num_plain):
+        training.step(index)
+    try:
+        for index in other.over(range(4 * training.rank)):
+            other(index)
+        other.settle()
+    except GradSyncError as error:
+        return adds.sums, str(error)
+    return adds.sums, ""
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_rank_without_an_item_lands_what_another_function_has_sent(ranks, overlap):
+    """Its `on_update` waited for that of the others, which were at the loop's table."""
+    assert ranks(2).run(behind_another_function, overlap, 2 * STEPS, limit=20) == [([2.0, 4.0], "")] * 2
+
+
+def test_a_rank_without_an_item_hears_of_another_functions_open_window(ranks):
+    for _, told in ranks(2).run(behind_another_function, 0, STEPS + 1, limit=20):
+        assert "in one open window at a time" in told
+
+
 def behind_an_exception_on_all_ranks() -> None:
     """A window travels, each rank has an exception, and then rank 0 has no item in the loop."""
     adds = AddsUp()

@@ -138,6 +138,9 @@ class Loop(LoopKnowledge, Exchange):
             self.data.end()
             if not self.called:
                 meet_without_call(self)
+                # The other ranks, which have met in their first call, open its window now.
+                if any(share.left for share in self.shares):
+                    self.called[0].make_way(self.team)
 
     def rest(self) -> Iterator[tuple[Run, Place]]:
         """The places that this rank takes after its own data has ended, in its own open windows and in the others'.

@@ -226,10 +226,14 @@ class Run:
             self.team = Team(self.name, models, optimizers, sync=self.terms.sync, before=self.team)
         return self.team
 
-    def open(self, team: Team) -> Window:
-        """Open a window of this team, which must fit the models and optimizers."""
+    def make_way(self, team: Team) -> None:
+        """Before a window of this team: land what travels to its parameters; raise if they are in another window."""
         insist_on_one_window(self.name, team.ids, but=self)
         settle_travelling(team.ids, never=self)
+
+    def open(self, team: Team) -> Window:
+        """Open a window of this team, which must fit the models and optimizers."""
+        self.make_way(team)
         self.transport.check(team)
         size = window_size(self.terms.steps, self.number)
         self.window = Window(team, self.number, size, self.terms.keeps_losses)
