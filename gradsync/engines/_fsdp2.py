@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 _Undo = list[tuple["FSDPParamGroup", dict[str, Any]]]
+_Roots = list[list[Any]]  # states, by the root that torch runs them under
 
 
 class FSDP2Engine(Engine):
@@ -49,7 +50,7 @@ class FSDP2Engine(Engine):
         assert isinstance(module, torch.nn.Module), "fully_shard made it of one"
         wrapped = [part for part in module.modules() if isinstance(part, FSDPModule)]
         states = list(dict.fromkeys(part._get_fsdp_state() for part in wrapped))
-        groups = [group for state in states for group in _torch.groups_of(state)]
+        groups = _groups_of(states)
         self._state_refs = [weakref.ref(state) for state in states]
         self._group_refs = [weakref.ref(group) for group in groups]
         self._group = one_dimension(groups)
@@ -57,13 +58,21 @@ class FSDP2Engine(Engine):
         self._undo: list[_Undo] = []
         self._is_prepared = False
         self._use = Use(self, groups)
-        self._before: object = None  # what `_reduced` was as the backward that synchronises began
+        self._before: dict[int, object] = {}  # what `_reduced` was as the backward that synchronises began
         for group in groups[:1]:
             check_torch("fsdp2", state=states[0], group=group, param=group.fsdp_params[0])
 
     @property
     def _states(self) -> list[Any]:
         return [state for ref in self._state_refs if (state := ref()) is not None]
+
+    @property
+    def _roots(self) -> _Roots:
+        """The states by their root: a layer that came after the first forward (a new head) is a root of its own."""
+        by_context: dict[int, list[Any]] = {}
+        for state in self._states:
+            by_context.setdefault(id(state._state_ctx), []).append(state)
+        return [*by_context.values()]
 
     @property
     def _groups(self) -> list[FSDPParamGroup]:
@@ -108,10 +117,7 @@ class FSDP2Engine(Engine):
         return {getattr(info.module, info.param_name): param.sharded_param for info, param in there}
 
     def num_held(self) -> int:
-        groups = self._groups
-        return sum(group._partial_reduce_output is not None for group in groups) + sum(
-            _torch.whole_gradient(param) is not None for group in groups for param in group.fsdp_params
-        )
+        return _num_held(self._groups)
 
     def held_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         return _fsdp2_checkpoint.take(self._groups, self._use)
@@ -191,9 +197,13 @@ class FSDP2Engine(Engine):
         self._before = self._reduced()
 
     def finish(self) -> None:
-        # This backward may not have come to modules below this root, which earlier ones, or other ranks, have used.
-        if self.num_held() or (_torch.can_reduce_unused(self._groups) and self._reduced() == self._before):
-            self._finish()
+        # This backward may not have come to modules below a root, which earlier ones, or other ranks, have used.
+        now, asks = self._reduced(), _torch.can_reduce_unused(self._groups)
+        self._finish(
+            states
+            for states in self._roots
+            if _num_held(_groups_of(states)) or (asks and now.get(_key(states), 0) == self._before.get(_key(states), 1))
+        )
         self._use.drop_unused(self._groups, self.group)
 
     def abort(self) -> None:
@@ -204,8 +214,10 @@ class FSDP2Engine(Engine):
         depth = len(self._undo)
         self.arm(None)
         _make_unsharded(self._params)
+        for state in self._states:
+            state._lazy_init()  # those of the first root with it, and those that came later each by itself
         try:
-            self._finish()
+            self._finish(self._roots)
         finally:
             self._put_back(depth)
         self._use.drop_unused(self._groups, self.group)
@@ -227,35 +239,36 @@ class FSDP2Engine(Engine):
 
     def _is_under_way(self) -> bool:
         """Whether FSDP is in the middle of a forward or backward, or an exception has left it there."""
-        states = self._states
-        return bool(states) and (
-            states[0]._state_ctx.iter_forward_root is not None
-            or states[0]._state_ctx.post_backward_final_callback_queued
-            or any(state._training_state is not TrainingState.IDLE for state in states)
+        return any(
+            state._state_ctx.iter_forward_root is not None
+            or state._state_ctx.post_backward_final_callback_queued
+            or state._training_state is not TrainingState.IDLE
+            for state in self._states
         )
 
     def _has_run_forward(self) -> bool:
         """Whether a forward has recorded its order for a backward that has not run."""
-        return any(getattr(state._comm_ctx, "post_forward_order", ()) for state in self._states[:1])
+        return any(getattr(state._comm_ctx, "post_forward_order", ()) for state in self._states)
 
     def _recover(self) -> None:
         """Bring FSDP out of a forward or backward, and keep what its groups hold."""
-        states = self._states
-        all_states = states[0]._state_ctx.all_states
-        _torch.reset_iteration(next((state for state in all_states if state._is_root), states[0]))
+        for states in self._roots:
+            all_states = states[0]._state_ctx.all_states
+            _torch.reset_iteration(next((state for state in all_states if state._is_root), states[0]))
 
-    def _finish(self) -> None:
-        """Run what ends each backward: the groups reduce what they hold, and reshard."""
-        state = self._states[0]
-        state._lazy_init()
-        depth, mine = len(self._undo), set(self._groups)
-        all_groups = [group for one in state._state_ctx.all_states for group in _torch.groups_of(one)]
-        self._switch((group for group in all_groups if group not in mine), reduce_grads=False)
-        _torch.begin_backward(state)
-        try:
-            state._root_post_backward_final_callback()
-        finally:
-            self._put_back(depth)
+    def _finish(self, roots: Iterable[list[Any]]) -> None:
+        """Run what ends each backward under these roots: the groups reduce what they hold, and reshard."""
+        mine = set(self._groups)
+        for state, *_ in [*roots]:
+            state._lazy_init()
+            depth = len(self._undo)
+            others = [group for group in _groups_of(state._state_ctx.all_states) if group not in mine]
+            self._switch(others, reduce_grads=False)
+            _torch.begin_backward(state)
+            try:
+                state._root_post_backward_final_callback()
+            finally:
+                self._put_back(depth)
 
     def _note_use(self) -> None:
         """Note from now on which parameters are used. Partial outputs that are there before are the user's own."""
@@ -264,11 +277,17 @@ class FSDP2Engine(Engine):
             partly = (group for group in self._groups if group._partial_reduce_output is not None)
             self._use.add(param for group in partly for param in group.fsdp_params)
 
-    def _reduced(self) -> object:
-        """What changes whenever the groups reduce: the first trained parameter's gradient, and its version."""
-        gradients: Any = (param.sharded_param.grad for param in self._params if param.sharded_param.requires_grad)
-        first = next(gradients, None)
-        return None if first is None else (id(first), first._local_tensor._version)
+    def _reduced(self) -> dict[int, object]:
+        """By root, what changes whenever its groups reduce: the first trained gradient, and its version."""
+        found: dict[int, object] = {}
+        for states in self._roots:
+            params = (param for group in _groups_of(states) for param in group.fsdp_params)
+            first: Any = next((param.sharded_param for param in params if param.sharded_param.requires_grad), None)
+            if first is not None and states[0]._is_root is not None:  # else it has nothing to train, or has never run
+                found[_key(states)] = (
+                    None if first.grad is None else (id(first.grad), first.grad._local_tensor._version)
+                )
+        return found
 
     def _switch(self, groups: Iterable[FSDPParamGroup], **flags: bool) -> None:
         undo: _Undo = []
@@ -282,6 +301,22 @@ class FSDP2Engine(Engine):
         while len(self._undo) > depth:
             for group, flags in self._undo.pop():
                 group.__dict__.update(flags)
+
+
+def _key(states: Sequence[Any]) -> int:
+    return id(states[0]._state_ctx)
+
+
+def _groups_of(states: Iterable[Any]) -> list[FSDPParamGroup]:
+    return [group for state in states for group in _torch.groups_of(state)]
+
+
+def _num_held(groups: Iterable[FSDPParamGroup]) -> int:
+    return sum(
+        (group._partial_reduce_output is not None)
+        + sum(_torch.whole_gradient(param) is not None for param in group.fsdp_params)
+        for group in groups
+    )
 
 
 # Whether a parameter was trained as a window was last opened: on torch's record of it, which goes with the model.
