@@ -82,7 +82,7 @@ class DDPEngine(Engine):
         note_wires(ddp, self._reduced)
         self._wired = list(self._reduced)
         device = ddp._module_parameters[0].device
-        self._buffers = SharedBuffers(ddp.process_group, [ddp.module] if roots is None else roots, device)
+        self._buffers = SharedBuffers(ddp.process_group, [module or ddp.module] if roots is None else roots, device)
 
     def _check(self, ddp: DistributedDataParallel) -> None:
         check(ddp)

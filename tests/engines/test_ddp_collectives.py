@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
@@ -92,7 +93,7 @@ def test_a_window_sends_one_table_at_most(ranks, size, wrap, once):
 def buffers() -> None:
     """Made equal when a window closes, from the lowest rank that was to have a micro-batch, and by no forward."""
     rank = dist.get_rank()
-    for wrap in (lambda m: m, DDP):
+    for wrap in (lambda m: m, DDP, replicate):
         model = WithBuffers()
         home = wrap(model)
         optimizer = Recorder(model.parameters())
