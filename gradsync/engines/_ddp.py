@@ -111,12 +111,8 @@ class DDPEngine(Engine):
             ddp._assign_modules_buffers()
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)):
                 ddp._sync_module_buffers(source)
-        elif self._buffers.may_change:
-            self._buffers.send(source)()
         else:
-            buffers = [*self._buffers.now().values()]
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-                dist._broadcast_coalesced(self.group, buffers, ddp.broadcast_bucket_size, source)
+            self._buffers.share(source)
 
     def send_buffers(self, source: int) -> Callable[[], None]:
         return self._buffers.send(source) if self._shares_buffers else _nothing
@@ -124,7 +120,7 @@ class DDPEngine(Engine):
     @property
     def _shares_buffers(self) -> bool:
         # torch 2.13 renamed it `forward_sync_buffers`, and answers to this name too.
-        return bool(self._ddp.broadcast_buffers and self.group.size() > 1 and self._buffers)
+        return bool(self._ddp.broadcast_buffers and self.group.size() > 1)
 
     # -- micro-batch ----------------------------------------------------------------------------------------------
 

@@ -21,55 +21,56 @@ from gradsync.ranks.meet import meet
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+_BUCKET = 250 * 1024 * 1024  # bytes, as in DDP
 _HEAD = 16  # bytes for the flag; numbers of any dtype are aligned behind them
 
 _Layout: TypeAlias = "tuple[torch.device, torch.dtype, torch.Size]"
 
 
 class SharedBuffers:
-    """The buffers that `roots` have now, by name: a forward may make others, on some ranks only.
-
-    It refers to the roots weakly. `device` is where the flag is sent.
-    """
+    """The buffers of `roots`, to which it refers weakly. `device` is where the flag is sent."""
 
     def __init__(self, group: dist.ProcessGroup, roots: Iterable[nn.Module], device: torch.device) -> None:
         self._group, self._device = group, device
-        roots = list(roots)
-        self._roots = [(weakref.ref(root), {name for name, _ in shared_buffers(root)}) for root in roots]
-        #: Whether a forward may replace them. Those of torch's own layers keep their shapes.
-        self.may_change = any(map(_may_change, roots))
-        self._then: Mapping[str, _Layout] = {}  # what they were here when the ranks agreed
-        self._chunks: dict[torch.device, list[_Chunk]] = {}  # those that were alike everywhere, in the order of sending
-        #: Whether the ranks need not agree anew before they send, as the last flag has told. At first they must.
+        self._roots = [weakref.ref(root) for root in roots]
+        self._then: Mapping[str, _Layout] | None = None  # what they were here when the ranks agreed
+        self._common: Sequence[str] = ()  # those that were alike on all ranks then
+        self._chunks: dict[torch.device, list[_Chunk]] = {}  # the same, in the order in which they are sent
+        self._may_change = False  # whether a forward may replace them, on any rank
+        #: Whether the ranks need not agree anew before they send, as far as this rank has heard.
         self._holds_still: Callable[[], bool] = bool
 
-    def __bool__(self) -> bool:
-        return self.may_change or bool(self.now())
-
-    def now(self) -> dict[str, torch.Tensor]:
-        """The buffers, by names that are the same on all ranks. Those of inference mode cannot be written to later."""
-        return {
-            f"{place}.{name}": buffer
-            for place, (ref, names) in enumerate(self._roots)
-            if (root := ref()) is not None
-            for name, buffer in root.named_buffers()
-            if name in names and not buffer.is_inference()
-        }
+    def share(self, source: int) -> None:
+        """Give all ranks those of the group's rank `source`."""
+        buffers = self._now()
+        if self._then is None:
+            self._agree(buffers)
+        if self._may_change:
+            self.send(source)()
+            return
+        common = [buffers[name] for name in self._common if name in buffers]
+        if common:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(common)):
+                dist._broadcast_coalesced(self._group, common, _BUCKET, source)
 
     def send(self, source: int) -> Callable[[], None]:
-        """Send those of the group's rank `source`: one collective for each device.
+        """The same in two steps: one collective for each device, and a wait for nothing that was sent later.
 
-        Call what is returned to wait for them, and for nothing that was sent later. All ranks then have them. If their
-        shapes have changed on the `source`, that is so at once on a CPU. On another device it is so from the next time
-        on, because the host would have to wait for the flag.
+        Call what is returned to wait. If shapes have changed on the `source`, all ranks have its buffers at once on a
+        CPU. On another device they have them from the next time on, because the host would have to wait for the flag.
         """
-        buffers = self.now()
-        goes_on = not self._holds_still() and self._agree(buffers)
+        buffers = self._now()
+        if self._then is None:
+            self._agree(buffers)
+        if not self._may_change and not self._common:
+            return _nothing
+        goes_on = self._may_change and not self._holds_still() and self._agree(buffers)
         layouts = {name: _layout(buffer) for name, buffer in buffers.items()}
-        fits = {name: buffer for name, buffer in buffers.items() if layouts[name] == self._then.get(name)}
+        then = self._then or {}
+        fits = {name: buffer for name, buffer in buffers.items() if layouts[name] == then.get(name)}
         sent: list[tuple[Sequence[_Chunk], torch.Tensor, Any]] = []
         for device, chunks in self._chunks.items():
-            if source == self._group.rank() and layouts == self._then:
+            if source == self._group.rank() and layouts == then:
                 head = torch.ones(_HEAD, dtype=torch.uint8, device=device)
                 flat = torch.cat([head, *(one.bytes_of(buffers) for one in chunks)])
             else:
@@ -81,13 +82,14 @@ class SharedBuffers:
             for _, _, work in sent:
                 work.wait()
             flag = sent[0][1][0]
-            if self._device.type != "cpu":
-                self._holds_still = bool if goes_on else _read_later(flag)
-            elif flag:
-                self._holds_still = _always
+            if goes_on:
+                self._holds_still = bool
+            elif self._device.type != "cpu":
+                self._holds_still = _read_later(flag)
             else:
-                self._agree(self.now())
                 self._holds_still = _always
+            if self._device.type == "cpu" and not flag:
+                self._agree(self._now())
                 self.send(source)()
                 return
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(fits.values())):
@@ -98,24 +100,43 @@ class SharedBuffers:
 
         return arrive
 
+    def _now(self) -> dict[str, torch.Tensor]:
+        """The buffers, by names that are the same on all ranks. Those of inference mode cannot be written to later."""
+        return {
+            f"{place}.{name}": buffer
+            for place, ref in enumerate(self._roots)
+            if (root := ref()) is not None
+            for name, buffer in shared_buffers(root)
+            if not buffer.is_inference()
+        }
+
     def _agree(self, buffers: Mapping[str, torch.Tensor]) -> bool:
         """Compare the layouts of the buffers with those on the other ranks. Collective.
 
-        Returns whether they have changed, on any rank, since the ranks agreed last.
+        Returns whether to compare them the next time, too: they differ, or have changed since the ranks agreed last.
         """
         then, now = self._then, {name: _layout(buffer) for name, buffer in buffers.items()}
         words = {name: f"{dtype} {list(shape)} {device.type}" for name, (device, dtype, shape) in now.items()}
-        saying = {"buffers": words, "changed": bool(then) and now != then}
-        said = meet(self._group, "a boundary where the shapes of buffers are compared", saying)
-        common = sorted(name for name, mine in words.items() if all(one["buffers"].get(name) == mine for one in said))
+        roots = [root for ref in self._roots if (root := ref()) is not None]
+        saying = {
+            "buffers": words,
+            "have changed": then is not None and now != then,
+            "may change": any(map(_may_change, roots)),
+        }
+        # By their classes, and not by what they have: all ranks must come to the same answer.
+        meets = not all(_is_of_torch(module) for root in roots for module in root.modules())
+        topic = "a boundary where the shapes of buffers are compared"
+        said = meet(self._group, topic, saying) if meets else [saying]
+        self._may_change = self._may_change or any(one["may change"] for one in said)
+        self._common = sorted(name for name, mine in words.items() if all(one["buffers"].get(name) == mine for one in said))
         by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-        for name in sorted(common, key=lambda name: -now[name][1].itemsize):  # so that all numbers are aligned
+        for name in sorted(self._common, key=lambda name: -now[name][1].itemsize):  # so that all numbers are aligned
             by_kind.setdefault(now[name][:2], []).append(name)
         self._then, self._chunks = now, {self._device: []}
         for (device, dtype), names in by_kind.items():
             shapes = [torch.empty(now[name][2], dtype=dtype, device="meta") for name in names]
             self._chunks.setdefault(device, []).append(_Chunk(dtype, names, shapes))
-        return any(one["changed"] for one in said)
+        return any(one["have changed"] or one["buffers"] != said[0]["buffers"] for one in said)
 
 
 class _Chunk(NamedTuple):
@@ -132,7 +153,7 @@ class _Chunk(NamedTuple):
 
     def bytes_of(self, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """These buffers, one after the other."""
-        return _flatten_dense_tensors([buffers[name].detach() for name in self.names]).view(torch.uint8)
+        return _flatten_dense_tensors([buffers[name].detach().resolve_conj() for name in self.names]).view(torch.uint8)
 
     def put(self, part: torch.Tensor, buffers: Mapping[str, torch.Tensor], flag: torch.Tensor | None) -> None:
         """Copy what came into those of `buffers`, if the flag is set; None: the host knows that it is."""
@@ -145,7 +166,7 @@ class _Chunk(NamedTuple):
 
 
 def shared_buffers(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The buffers that all ranks have in common, by name."""
+    """The buffers of a module that the ranks may have in common, by name."""
     ignored = getattr(root, "_ddp_params_and_buffers_to_ignore", ())
     return [(name, buffer) for name, buffer in root.named_buffers() if name not in ignored]
 
@@ -159,9 +180,14 @@ def _may_change(root: nn.Module) -> bool:
     return any(
         f"{path}.{name}".removeprefix(".") not in ignored
         for path, module in root.named_modules()
-        if not type(module).__module__.startswith("torch.nn.")
+        if not _is_of_torch(module)
         for name in module._buffers.keys() - (_OF_NORMS if isinstance(module, nn.modules.batchnorm._NormBase) else ())
     )
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether its forward is one of torch's own layers, which keep the shapes of their buffers."""
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def _layout(buffer: torch.Tensor) -> _Layout:
@@ -170,6 +196,10 @@ def _layout(buffer: torch.Tensor) -> _Layout:
 
 def _always() -> bool:
     return True
+
+
+def _nothing() -> None:
+    pass
 
 
 def _read_later(flag: torch.Tensor) -> Callable[[], bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradsync._errors import GradSyncError
 from gradsync._frames import is_running
 from gradsync._state import LOOPS
-from gradsync.functional._loop.knowledge import LoopKnowledge, one_loop
+from gradsync.functional._loop.knowledge import LoopKnowledge
 from gradsync.functional._window.run import Run
 from gradsync.functional._window.share import NOBODY, Share
 from gradsync.ranks.meet import agreed, meet_with_data, no_item_here, ranks_where
@@ -39,6 +39,15 @@ def meet_without_call(loop: LoopKnowledge) -> None:
 def beside(loop: LoopKnowledge) -> list[LoopKnowledge]:
     """The other loops of this thread that are under way."""
     return [one for one in LOOPS if one is not loop and is_running(one.driver)]
+
+
+def one_loop(what: str) -> GradSyncError:
+    """The error for two loops at a time, where ranks may have different numbers of items."""
+    return GradSyncError(
+        f"Ranks may have different numbers of items in one loop at a time, but {what}. Make one loop of both, "
+        "sync_every([model, other], ...) or a.over(b.over(data)), or give each rank equally many items, in iterables "
+        "with a length."
+    )
 
 
 def _meet(loop: LoopKnowledge, run: Run) -> None:

@@ -32,7 +32,6 @@ class LoopKnowledge:
         # What the ranks said as they met, or at the last boundary. A plan makes `left` unknown.
         self.shares: Sequence[Share] = ()
         self.driver: tuple[int, CodeType] | None = None  # the function call that draws the items
-        self.num_others = 0  # calls in its body, on several ranks, of runs that are not of it
         # Where forwards communicate:
         self.planned: int | None = None  # calls in the open window; None where the ranks must ask
         self.asked: tuple[Run, Sent] | None = None  # the run whose next call was asked about, and the answers
@@ -61,11 +60,6 @@ class LoopKnowledge:
         return None not in self.lengths and len(set(self.lengths)) == 1
 
     @property
-    def may_part(self) -> bool:
-        """Whether its body calls what is not of the loop, which ranks that run out sooner would call less often."""
-        return bool(self.num_others) and not self.is_even
-
-    @property
     def is_in_lockstep(self) -> bool:
         """Whether the ranks run each call together. If one run of the loop needs that, all its runs do it."""
         for run in self.called:  # noqa: SIM110 - in each call, where a generator would cost more than the answer
@@ -84,12 +78,8 @@ class LoopKnowledge:
         """Whether no rank has items left, or a window that is still to be closed."""
         if not self.called or self.team.is_alone:
             return self.first_open == NOBODY
-        return self._all_have_ended and self.only_run is not None and self.only_run.window is None
-
-    @property
-    def _all_have_ended(self) -> bool:
-        """Whether the ranks said, when they last spoke, that they have neither items left nor an open window."""
-        return not any(share.left or share.open != NOBODY for share in self.shares)
+        some = any(share.left or share.open != NOBODY for share in self.shares)
+        return not some and self.only_run is not None and self.only_run.window is None
 
     def foresees(self, run: Run) -> bool:
         """Whether each item has had one call, of this run. Then this rank knows as many calls ahead as items."""
@@ -101,8 +91,7 @@ class LoopKnowledge:
         """The share, with what this rank says of its data."""
         data = self.data
         key, opened = (NOBODY, self.first_open) if data.has_ended else (float(run.key), NOBODY)
-        once, others = float(self.foresees(run)), float(self.num_others)
-        return share._replace(run_key=key, open=opened, left=data.left(run), once=once, others=others)
+        return share._replace(run_key=key, open=opened, left=data.left(run), once=float(self.foresees(run)))
 
     # -- tables -----------------------------------------------------------------------------------------------------
 
@@ -156,25 +145,8 @@ class LoopKnowledge:
             raise _not_known(self.name, shares)
         return run
 
-    def insist_on_all_ranks(self, other: Run) -> None:
-        """The run `other` is not of this loop, and will wait for all ranks in its body: raise unless all are there.
-
-        If the ranks are known to have equally many items, they are.
-        """
-        if not self.called or self.is_even or self.team.is_alone:
-            return
-        absent = ranks_where(share.run_key == NOBODY for share in self.shares)
-        if absent and self._all_have_ended and self.only_run is not None:  # these have left the loop, and hear nothing
-            raise one_loop(f"{other.name} is called in the body of {self.name}, of which rank {absent} has run out")
-        with WaitingFor(lambda: f"a call of {other.name} in the body of {self.name}"):
-            self.check_same(shares_in(self.tell(Share(others=float(self.num_others)))))
-
     def check_same(self, shares: Sequence[Share]) -> None:
         """Raise on every rank if the ranks close windows of different runs."""
-        others = [(rank, int(share.others)) for rank, share in enumerate(shares) if share.others != NOBODY]
-        if len({number for _, number in others}) > 1:
-            told = ", ".join(f"rank {rank} has called {number} times" for rank, number in others)
-            raise one_loop(f"a function that is not of {self.name} is called in its body: {told}")
         named = [(rank, int(share.run_key)) for rank, share in enumerate(shares) if share.run_key != NOBODY]
         if len({key for _, key in named}) > 1:
             known = {run.key: f"number {place} ({run.name})" for place, run in enumerate(self.known, 1)}
@@ -184,15 +156,6 @@ class LoopKnowledge:
                 + ", of those that the loop calls. Call the functions in one order on all ranks; with tail='carry', "
                 "give them equally many items."
             )
-
-
-def one_loop(what: str) -> GradSyncError:
-    """The error for two loops at a time, where ranks may have different numbers of items."""
-    return GradSyncError(
-        f"Ranks may have different numbers of items in one loop at a time, but {what}. Make one loop of both, "
-        "sync_every([model, other], ...) or a.over(b.over(data)), or give each rank equally many items, in iterables "
-        "with a length."
-    )
 
 
 def _not_known(name: str, shares: Sequence[Share]) -> GradSyncError:

@@ -8,8 +8,7 @@ is not known, the loop draws two items ahead: an answer also says whether the ne
 
 An answer given ahead is a promise, and may be broken: the loop's body may pass over an item, or call twice for it. If a
 promised micro-batch does not come, that rank repeats its last. "I have no more" is never trusted ahead: the ranks ask
-again, and wait. Nothing is planned or asked ahead where the body also calls what is not of the loop: a rank that has
-run out makes no such call, and would be in another forward.
+again, and wait.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ def plan_calls(loop: LoopKnowledge, run: Run) -> None:
     # A plan is kept to also where fewer items come than a length says: but a window that is carried on stays open then.
     is_carried = not ends_with_data(run.terms.tail)
     if not loop.is_in_lockstep or callable(run.terms.steps) or loop.only_run is None or is_carried:
-        return
-    if loop.may_part:
         return
     shares = loop.shares
     lefts = [share.left for share in shares]
@@ -54,8 +51,7 @@ def hear_of_call(loop: LoopKnowledge, run: Run, size: float) -> Sequence[Share]:
     shares = loop.answers(asked[1]) if asked is not None and asked[0] is run else []
     if not _is_enough(run, shares):
         shares = loop.ask(loop.with_data(run, Share(size=size)))
-    can_answer = all(share.once for share in shares) and any(share.left for share in shares)
-    if can_answer and not loop.may_part:
+    if all(share.once for share in shares) and any(share.left for share in shares):  # all can answer ahead
         loop.asked = run, loop.question(_promise(loop, run))
     return shares
 

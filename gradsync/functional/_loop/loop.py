@@ -11,8 +11,8 @@ from gradsync._errors import GradSyncError
 from gradsync._frames import driver_of
 from gradsync._state import LOOPS
 from gradsync.functional._loop.counted_items import CountedItems
-from gradsync.functional._loop.first_call import beside, meet_at_first_call, meet_without_call
-from gradsync.functional._loop.knowledge import LoopKnowledge, one_loop
+from gradsync.functional._loop.first_call import beside, meet_at_first_call, meet_without_call, one_loop
+from gradsync.functional._loop.knowledge import LoopKnowledge
 from gradsync.functional._loop.lockstep_of_forwards import hear_of_call, plan_calls
 from gradsync.functional._window.exchange import OUTSIDE, Exchange
 from gradsync.functional._window.place import Place, Role
@@ -105,7 +105,7 @@ class Loop(LoopKnowledge, Exchange):
         if not self.data.left(run):
             self._ended.add(run)
         sent = run.open_window.team.tables.send(self._share(run).row())
-        if len(self.called) > 1 or self.may_part:  # they are compared before gradients of different models meet
+        if len(self.called) > 1:  # they are compared before gradients of different models meet
             self.check_same(shares_in(sent))
         return sent
 
@@ -168,7 +168,7 @@ class Loop(LoopKnowledge, Exchange):
     def _next_window(self) -> tuple[Run, Place] | None:
         """The next window that any rank closes. No forward communicates: only its last place matters here."""
         only = self.only_run
-        mine = Share(left=ASKS, open=self.first_open, others=float(self.num_others))
+        mine = Share(left=ASKS, open=self.first_open)
         if only is not None:
             # To make a team is collective: after a change of models, the other ranks make it as they open their window.
             only.fitting_team()

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradsync._errors import GradSyncError
-from gradsync._frames import is_running
 from gradsync._loss import IN_WORDS, PLAIN, SUMS
-from gradsync._state import LOOPS
 from gradsync.functional._window.share import Share, insist_on_one_size, shares_in
 from gradsync.functional._window.window import Window
 from gradsync.ranks.lost import WaitingFor
@@ -29,18 +27,9 @@ class Exchange:
 
     def begin(self, run: Any) -> None:
         """Called when a call begins, before it opens a window."""
-        if LOOPS and run.team is None:  # to make one is collective
-            for loop in _loops_around():
-                loop.insist_on_all_ranks(run)
 
-    def is_last_call(self, run: Any) -> bool:
+    def is_last_call(self, run: Any) -> bool:  # noqa: ARG002 - for loops
         """Whether the call that begins is the last of this rank's data, and closes its window."""
-        window: Window = run.open_window
-        if LOOPS and not window.team.is_alone:
-            for loop in _loops_around():
-                loop.num_others += 1
-                if window.team.goes_together or window.index + 1 >= window.size:
-                    loop.insist_on_all_ranks(run)
         return False
 
     def plan(self, run: Any) -> None:
@@ -97,11 +86,6 @@ class Exchange:
 
 
 OUTSIDE = Exchange()
-
-
-def _loops_around() -> list[Any]:
-    """The loops in whose body a call outside of loops is made. Ranks may have run out of them."""
-    return [loop for loop in LOOPS if is_running(loop.driver)]
 
 
 def compare_sizes(window: Window) -> None:

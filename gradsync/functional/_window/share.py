@@ -42,7 +42,6 @@ class Share(NamedTuple):
     scale: float | torch.Tensor = 0.0  # of its GradScaler; 0 without one
     changes: float = NOBODY  # how often participants have changed since the loop began; NOBODY outside of loops
     number: float = NOBODY  # how many windows the rank has closed before; NOBODY on a rank that has not opened this one
-    others: float = NOBODY  # calls so far, in the body of the loop, of runs that are not of it; NOBODY: it does not say
 
     def row(self) -> list[float | torch.Tensor]:
         """Its numbers, in order."""
