@@ -33,22 +33,25 @@ class SharedBuffers:
     def __init__(self, group: dist.ProcessGroup, roots: Iterable[nn.Module], device: torch.device) -> None:
         self._group, self._device = group, device
         self._roots = [weakref.ref(root) for root in roots]
-        self._then: Mapping[str, _Layout] | None = None  # what they were here when the ranks agreed
+        self._then: Mapping[str, _Layout] = {}  # what they were here when the ranks agreed
         self._common: Sequence[str] = ()  # those that were alike on all ranks then
         self._chunks: dict[torch.device, list[_Chunk]] = {}  # the same, in the order in which they are sent
         self._may_change = False  # whether a forward may replace them, on any rank
-        #: Whether the ranks need not agree anew before they send, as far as this rank has heard.
-        self._holds_still: Callable[[], bool] = bool
+        self._agrees_next = True  # whether they agree anew before they send the next time
+        self._was_as_then: Callable[[], bool] = _always  # whether the last sender had what was agreed on: a late flag
 
     def share(self, source: int) -> None:
         """Give all ranks those of the group's rank `source`."""
-        buffers = self._now()
-        if self._then is None:
-            self._agree(buffers)
+        buffers = self._agreed()
         if self._may_change:
-            self.send(source)()
+            self._send(source, buffers)()
             return
-        common = [buffers[name] for name in self._common if name in buffers]
+        common = [*buffers.values()]
+        if len(common) != len(
+            self._common
+        ):  # a layer of torch's came or went, on all ranks; other buffers a forward made
+            owned = {id(one) for ref in self._roots for one in _of_torch(ref())}
+            common = [buffer for buffer in common if id(buffer) in owned]
         if common:
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(common)):
                 dist._broadcast_coalesced(self._group, common, _BUCKET, source)
@@ -59,18 +62,16 @@ class SharedBuffers:
         Call what is returned to wait. If shapes have changed on the `source`, all ranks have its buffers at once on a
         CPU. On another device they have them from the next time on, because the host would have to wait for the flag.
         """
-        buffers = self._now()
-        if self._then is None:
-            self._agree(buffers)
-        if not self._may_change and not self._common:
-            return _nothing
-        goes_on = self._may_change and not self._holds_still() and self._agree(buffers)
+        buffers = self._agreed()
+        return self._send(source, buffers) if self._may_change or self._common else _nothing
+
+    def _send(self, source: int, buffers: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         layouts = {name: _layout(buffer) for name, buffer in buffers.items()}
-        then = self._then or {}
-        fits = {name: buffer for name, buffer in buffers.items() if layouts[name] == then.get(name)}
+        fits = {name: buffer for name, buffer in buffers.items() if layouts[name] == self._then.get(name)}
+        is_full = source == self._group.rank() and layouts == self._then
         sent: list[tuple[Sequence[_Chunk], torch.Tensor, Any]] = []
         for device, chunks in self._chunks.items():
-            if source == self._group.rank() and layouts == then:
+            if is_full:
                 head = torch.ones(_HEAD, dtype=torch.uint8, device=device)
                 flat = torch.cat([head, *(one.bytes_of(buffers) for one in chunks)])
             else:
@@ -82,15 +83,12 @@ class SharedBuffers:
             for _, _, work in sent:
                 work.wait()
             flag = sent[0][1][0]
-            if goes_on:
-                self._holds_still = bool
-            elif self._device.type != "cpu":
-                self._holds_still = _read_later(flag)
-            else:
-                self._holds_still = _always
-            if self._device.type == "cpu" and not flag:
-                self._agree(self._now())
-                self.send(source)()
+            if self._device.type != "cpu":
+                self._was_as_then = _read_later(flag)
+            elif not flag:
+                now = self._now()
+                self._agree(now)
+                self._send(source, now)()
                 return
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(fits.values())):
                 for chunks, flat, _ in sent:
@@ -99,6 +97,13 @@ class SharedBuffers:
                         one.put(part, fits, None if self._device.type == "cpu" else head[0].bool())
 
         return arrive
+
+    def _agreed(self) -> dict[str, torch.Tensor]:
+        """The buffers, after the ranks have agreed anew if that is due."""
+        buffers = self._now()
+        if self._agrees_next or not self._was_as_then():
+            self._agree(buffers)
+        return buffers
 
     def _now(self) -> dict[str, torch.Tensor]:
         """The buffers, by names that are the same on all ranks. Those of inference mode cannot be written to later."""
@@ -110,17 +115,17 @@ class SharedBuffers:
             if not buffer.is_inference()
         }
 
-    def _agree(self, buffers: Mapping[str, torch.Tensor]) -> bool:
+    def _agree(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Compare the layouts of the buffers with those on the other ranks. Collective.
 
-        Returns whether to compare them the next time, too: they differ, or have changed since the ranks agreed last.
+        They will be compared the next time, too, if they differ, or have changed since the ranks agreed last.
         """
         then, now = self._then, {name: _layout(buffer) for name, buffer in buffers.items()}
         words = {name: f"{dtype} {list(shape)} {device.type}" for name, (device, dtype, shape) in now.items()}
         roots = [root for ref in self._roots if (root := ref()) is not None]
         saying = {
             "buffers": words,
-            "have changed": then is not None and now != then,
+            "have changed": bool(then) and now != then,
             "may change": any(map(_may_change, roots)),
         }
         # By their classes, and not by what they have: all ranks must come to the same answer.
@@ -128,7 +133,9 @@ class SharedBuffers:
         topic = "a boundary where the shapes of buffers are compared"
         said = meet(self._group, topic, saying) if meets else [saying]
         self._may_change = self._may_change or any(one["may change"] for one in said)
-        self._common = sorted(name for name, mine in words.items() if all(one["buffers"].get(name) == mine for one in said))
+        self._common = sorted(
+            name for name, mine in words.items() if all(one["buffers"].get(name) == mine for one in said)
+        )
         by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for name in sorted(self._common, key=lambda name: -now[name][1].itemsize):  # so that all numbers are aligned
             by_kind.setdefault(now[name][:2], []).append(name)
@@ -136,7 +143,8 @@ class SharedBuffers:
         for (device, dtype), names in by_kind.items():
             shapes = [torch.empty(now[name][2], dtype=dtype, device="meta") for name in names]
             self._chunks.setdefault(device, []).append(_Chunk(dtype, names, shapes))
-        return any(one["have changed"] or one["buffers"] != said[0]["buffers"] for one in said)
+        self._agrees_next = any(one["have changed"] or one["buffers"] != said[0]["buffers"] for one in said)
+        self._was_as_then = _always
 
 
 class _Chunk(NamedTuple):
@@ -161,6 +169,10 @@ class _Chunk(NamedTuple):
         pairs = [(buffers[name], value) for name, value in zip(self.names, values, strict=True) if name in buffers]
         if flag is not None:
             pairs = [(buffer, torch.where(flag, value, buffer)) for buffer, value in pairs]
+        for buffer, value in pairs:
+            if buffer.is_conj():  # a view, which the copy of all at once does not take
+                buffer.copy_(value)
+        pairs = [(buffer, value) for buffer, value in pairs if not buffer.is_conj()]
         if pairs:
             torch._foreach_copy_([buffer for buffer, _ in pairs], [value for _, value in pairs])
 
@@ -183,6 +195,12 @@ def _may_change(root: nn.Module) -> bool:
         if not _is_of_torch(module)
         for name in module._buffers.keys() - (_OF_NORMS if isinstance(module, nn.modules.batchnorm._NormBase) else ())
     )
+
+
+def _of_torch(root: nn.Module | None) -> list[object]:
+    """The buffers of torch's own layers."""
+    modules = () if root is None else root.modules()
+    return [one for module in modules if _is_of_torch(module) for one in module._buffers.values()]
 
 
 def _is_of_torch(module: nn.Module) -> bool:
