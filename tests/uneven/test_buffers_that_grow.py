@@ -183,3 +183,60 @@ def test_a_table_that_an_evaluation_made_on_one_rank(ranks, home):
     for rank, (table, state) in enumerate(ranks(2).run(evaluated, home, limit=20)):
         assert len(table) == (3, 4)[rank]
         assert_equal_state({"w": state["linear.weight"]}, {"w": model.linear.weight}, 1e-12)
+
+
+class Holder(nn.Module):
+    """A buffer that is summed up; what else it has, a case adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2).double()
+        self.register_buffer("first", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("other", None)
+        self.is_lazy = False
+
+    def forward(self, x):
+        if self.is_lazy and not hasattr(self, "made"):
+            self.register_buffer("made", torch.zeros(3, dtype=torch.float64))
+        with torch.no_grad():
+            for buffer in self.buffers():
+                buffer += x.sum()
+        return self.linear(x).square().mean()
+
+
+def held(home: str, what: str) -> list[list[torch.Tensor]]:
+    """The buffers after each window."""
+    rank, model = dist.get_rank(), Holder()
+    model.is_lazy = what == "made by a forward, on rank 0 before the first window"
+    called = model if home == "bare" else DDP(model)
+    step = gradsync.accumulating(STEPS, model=called, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))(called)
+    if what == "tied":
+        model.other = model.first
+    if model.is_lazy and rank == 0:
+        with torch.no_grad():
+            model(micro_batch(0, 9))
+    states = []
+    for window in range(5):
+        if window == 2 and what == "filled":
+            model.other = torch.zeros(4, dtype=torch.float64)
+        if window == 2 and what == "tied":
+            model.other = model.first.clone()
+        if what == "caught up" and window == (1 if rank == 0 else 3):
+            model.other = torch.full((4,), float(rank), dtype=torch.float64)
+        for index in range(STEPS):
+            step(micro_batch(rank, window * STEPS + index))
+        states.append([buffer.clone() for buffer in model.buffers()])
+    return states
+
+
+@pytest.mark.parametrize("what", ["filled", "tied", "caught up", "made by a forward, on rank 0 before the first window"])
+@pytest.mark.parametrize("home", ["bare", "DDP"])
+def test_buffers_that_all_ranks_have_in_one_shape_are_equal(ranks, home, what):
+    if home == "bare" and what.startswith("made"):
+        pytest.skip("where gradsync makes the DDP, other buffers on another rank are an error in words")
+    mine, theirs = ranks(2).run(held, home, what, limit=20)
+    for window in range(5):
+        assert len(mine[window]) == len(theirs[window]) or (what == "caught up" and window in (1, 2))
+        for one, other in zip(mine[window], theirs[window]):
+            assert torch.equal(one, other)
+    assert len(mine[4]) == 2 or what.startswith("tied")
