@@ -47,9 +47,8 @@ class SharedBuffers:
             self._send(source, buffers)()
             return
         common = [*buffers.values()]
-        if len(common) != len(
-            self._common
-        ):  # a layer of torch's came or went, on all ranks; other buffers a forward made
+        # If they are more or fewer, a layer of torch's came or went, on all ranks, or a forward has made others.
+        if len(common) != len(self._common):
             owned = {id(one) for ref in self._roots for one in _of_torch(ref())}
             common = [buffer for buffer in common if id(buffer) in owned]
         if common:
