@@ -69,7 +69,8 @@ def reset_iteration(root: Any) -> None:
     torch itself drops partial reductions then, and from 2.15 on all gradients. Nothing is to be done for a root that
     could not even begin its first forward.
     """
-    if not hasattr(root._comm_ctx, "all_gather_state"):
+    has_begun = "reduce_scatter_states", "reduce_scatter_state"  # until torch 2.12 the second
+    if not any(hasattr(root._comm_ctx, name) for name in has_begun):
         return
     groups = [group for state in root._state_ctx.all_states for group in groups_of(state)]
     partial = [(group, group._partial_reduce_output, partial_layout(group)) for group in groups]
