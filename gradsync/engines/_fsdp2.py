@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 _Undo = list[tuple["FSDPParamGroup", dict[str, Any]]]
-_Roots = list[list[Any]]  # states, by the root that torch runs them under
 
 
 class FSDP2Engine(Engine):
@@ -67,12 +66,12 @@ class FSDP2Engine(Engine):
         return [state for ref in self._state_refs if (state := ref()) is not None]
 
     @property
-    def _roots(self) -> _Roots:
+    def _roots(self) -> dict[int, list[Any]]:
         """The states by their root: a layer that came after the first forward (a new head) is a root of its own."""
         by_context: dict[int, list[Any]] = {}
         for state in self._states:
             by_context.setdefault(id(state._state_ctx), []).append(state)
-        return [*by_context.values()]
+        return by_context
 
     @property
     def _groups(self) -> list[FSDPParamGroup]:
@@ -198,12 +197,9 @@ class FSDP2Engine(Engine):
 
     def finish(self) -> None:
         # This backward may not have come to modules below a root, which earlier ones, or other ranks, have used.
-        now, asks = self._reduced(), _torch.can_reduce_unused(self._groups)
-        self._finish(
-            states
-            for states in self._roots
-            if _num_held(_groups_of(states)) or (asks and now.get(_key(states), 0) == self._before.get(_key(states), 1))
-        )
+        missed = self._reduced().items() & self._before.items() if _torch.can_reduce_unused(self._groups) else ()
+        keys = {key for key, _ in missed}
+        self._finish(states for key, states in self._roots.items() if key in keys or _num_held(_groups_of(states)))
         self._use.drop_unused(self._groups, self.group)
 
     def abort(self) -> None:
@@ -217,7 +213,7 @@ class FSDP2Engine(Engine):
         for state in self._states:
             state._lazy_init()  # those of the first root with it, and those that came later each by itself
         try:
-            self._finish(self._roots)
+            self._finish(self._roots.values())
         finally:
             self._put_back(depth)
         self._use.drop_unused(self._groups, self.group)
@@ -252,7 +248,7 @@ class FSDP2Engine(Engine):
 
     def _recover(self) -> None:
         """Bring FSDP out of a forward or backward, and keep what its groups hold."""
-        for states in self._roots:
+        for states in self._roots.values():
             all_states = states[0]._state_ctx.all_states
             _torch.reset_iteration(next((state for state in all_states if state._is_root), states[0]))
 
@@ -280,13 +276,11 @@ class FSDP2Engine(Engine):
     def _reduced(self) -> dict[int, object]:
         """By root, what changes whenever its groups reduce: the first trained gradient, and its version."""
         found: dict[int, object] = {}
-        for states in self._roots:
+        for key, states in self._roots.items():
             params = (param for group in _groups_of(states) for param in group.fsdp_params)
             first: Any = next((param.sharded_param for param in params if param.sharded_param.requires_grad), None)
             if first is not None and states[0]._is_root is not None:  # else it has nothing to train, or has never run
-                found[_key(states)] = (
-                    None if first.grad is None else (id(first.grad), first.grad._local_tensor._version)
-                )
+                found[key] = None if first.grad is None else (id(first.grad), first.grad._local_tensor._version)
         return found
 
     def _switch(self, groups: Iterable[FSDPParamGroup], **flags: bool) -> None:
@@ -301,10 +295,6 @@ class FSDP2Engine(Engine):
         while len(self._undo) > depth:
             for group, flags in self._undo.pop():
                 group.__dict__.update(flags)
-
-
-def _key(states: Sequence[Any]) -> int:
-    return id(states[0]._state_ctx)
 
 
 def _groups_of(states: Iterable[Any]) -> list[FSDPParamGroup]:

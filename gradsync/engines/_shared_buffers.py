@@ -17,6 +17,7 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from gradsync.ranks.meet import meet
+from gradsync.ranks.tables import Sent, copied_to_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,7 +39,7 @@ class SharedBuffers:
         self._chunks: dict[torch.device, list[_Chunk]] = {}  # the same, in the order in which they are sent
         self._may_change = False  # whether a forward may replace them, on any rank
         self._agrees_next = True  # whether they agree anew before they send the next time
-        self._was_as_then: Callable[[], bool] = _always  # whether the last sender had what was agreed on: a late flag
+        self._flag: Sent | None = None  # on a device: whether the last sender had what was agreed on
 
     def share(self, source: int) -> None:
         """Give all ranks those of the group's rank `source`."""
@@ -83,7 +84,7 @@ class SharedBuffers:
                 work.wait()
             flag = sent[0][1][0]
             if self._device.type != "cpu":
-                self._was_as_then = _read_later(flag)
+                self._flag = copied_to_host(flag.reshape(1, 1), self._group)
             elif not flag:
                 now = self._now()
                 self._agree(now)
@@ -100,7 +101,7 @@ class SharedBuffers:
     def _agreed(self) -> dict[str, torch.Tensor]:
         """The buffers, after the ranks have agreed anew if that is due."""
         buffers = self._now()
-        if self._agrees_next or not self._was_as_then():
+        if self._agrees_next or (self._flag is not None and not self._flag.rows()[0][0]):
             self._agree(buffers)
         return buffers
 
@@ -143,7 +144,7 @@ class SharedBuffers:
             shapes = [torch.empty(now[name][2], dtype=dtype, device="meta") for name in names]
             self._chunks.setdefault(device, []).append(_Chunk(dtype, names, shapes))
         self._agrees_next = any(one["have changed"] or one["buffers"] != said[0]["buffers"] for one in said)
-        self._was_as_then = _always
+        self._flag = None
 
 
 class _Chunk(NamedTuple):
@@ -211,23 +212,5 @@ def _layout(buffer: torch.Tensor) -> _Layout:
     return buffer.device, buffer.dtype, buffer.shape
 
 
-def _always() -> bool:
-    return True
-
-
 def _nothing() -> None:
     pass
-
-
-def _read_later(flag: torch.Tensor) -> Callable[[], bool]:
-    """Copy a flag from its device without waiting; returns what waits for it, and tells it."""
-    host = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
-    host.copy_(flag, non_blocking=True)
-    event = torch.accelerator.current_stream(flag.device).record_event()
-
-    def read() -> bool:
-        if not event.query():
-            event.synchronize()
-        return bool(host)
-
-    return read

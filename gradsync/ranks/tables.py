@@ -46,11 +46,9 @@ class Tables:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             work.wait()
-            host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=True)
-            host.copy_(table, non_blocking=True)
+            sent = copied_to_host(table, self._group)
             table.record_stream(self._stream)
-        limit = _BEFORE_THE_WATCHDOG * timeout_of(self._group)
-        return Sent(host, partial(_wait_for, self._stream.record_event(), time.monotonic(), limit))
+        return sent
 
     def _table(self, row: Row) -> torch.Tensor:
         """A table of zeros with this rank's row."""
@@ -83,6 +81,14 @@ class Sent:
             self._wait()
             self._rows = self._table.tolist()
         return self._rows
+
+
+def copied_to_host(table: torch.Tensor, group: dist.ProcessGroup) -> Sent:
+    """Copy a table, which other ranks of `group` have sent, from its device, without waiting for that."""
+    host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=True)
+    host.copy_(table, non_blocking=True)
+    event = torch.accelerator.current_stream(table.device).record_event()
+    return Sent(host, partial(_wait_for, event, time.monotonic(), _BEFORE_THE_WATCHDOG * timeout_of(group)))
 
 
 def _wait_for(event: Any, start: float, limit: float) -> None:
