@@ -42,7 +42,7 @@ from gradsync.engines._ddp_usable import (
 )
 from gradsync.engines._muted_parameter_hooks import silent
 from gradsync.engines._protocol import Carrier, Engine
-from gradsync.engines._shared_buffers import SharedBuffers
+from gradsync.engines._shared_buffers import SharedBuffers, nothing
 from gradsync.engines._torch_privates import check_torch
 from gradsync.ranks.lost import is_lost
 
@@ -115,7 +115,7 @@ class DDPEngine(Engine):
             self._buffers.share(source)
 
     def send_buffers(self, source: int) -> Callable[[], None]:
-        return self._buffers.send(source) if self._shares_buffers else _nothing
+        return self._buffers.send(source) if self._shares_buffers else nothing
 
     @property
     def _shares_buffers(self) -> bool:
@@ -349,6 +349,3 @@ class DDPEngine(Engine):
             dist._register_comm_hook(ddp.reducer, state, hook)
         if builtin is not None:
             ddp._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, builtin))
-
-
-def _nothing() -> None: ...

@@ -63,7 +63,7 @@ class SharedBuffers:
         CPU. On another device they have them from the next time on, because the host would have to wait for the flag.
         """
         buffers = self._agreed()
-        return self._send(source, buffers) if self._may_change or self._common else _nothing
+        return self._send(source, buffers) if self._may_change or self._common else nothing
 
     def _send(self, source: int, buffers: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         layouts = {name: _layout(buffer) for name, buffer in buffers.items()}
@@ -212,5 +212,5 @@ def _layout(buffer: torch.Tensor) -> _Layout:
     return buffer.device, buffer.dtype, buffer.shape
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Wait for nothing."""

@@ -54,6 +54,7 @@ class Grows(torch.nn.Module):
 def grown(home: str, overlap: int) -> dict[str, tuple[list, list, int]]:
     """By kind: the buffers after each window, the parameters, and the waits after the first window."""
     import gradsync
+    from tests.device.fake import catch_up
 
     warnings.simplefilter("ignore")
     rank, results = dist.get_rank(), {}
@@ -66,8 +67,6 @@ def grown(home: str, overlap: int) -> dict[str, tuple[list, list, int]]:
         )
         states, num_waits = [], 0
         for index in range(STEPS * WINDOWS):
-            from tests.device.fake import catch_up
-
             item = [tensor.to("cuda") for tensor in batch(rank, index)]
             catch_up()
             with waits() as found:

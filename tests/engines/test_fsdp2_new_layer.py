@@ -56,8 +56,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LR)
 
 
-# Each ends a window of the items 2 and 3, or of one of them, in another way; the items of which it makes an update, and
-# whether the second of them leaves out the new head.
+# The ways to end a window of the items 2 and 3, with the items of which it makes an update. In "short", the second of them
+# leaves out the new head.
 ENDS = {"full": [2, 3], "short": [2, 3], "flush": [2], "sync_gradients": [2], "discarded": [], "failed": [], "checkpoint": [2, 3]}
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from tests.support.compare import assert_equal_state
 from tests.support.reference import micro_batch, train
+from tests.support.verdicts import on_engine
 
 
 class Branch(nn.Module):
@@ -43,9 +43,9 @@ class Branches(nn.Module):
 STEPS = 2
 
 
-def trained(wrap, lengths: list[int], dropped: list[list[int]]) -> dict:
+def trained(engine: str, lengths: list[int], dropped: list[list[int]]) -> dict:
     rank, model = dist.get_rank(), Branches()
-    home = wrap(model)
+    home = on_engine(model, engine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     @gradsync.accumulating(STEPS, model=home, optimizer=optimizer, skip=ValueError)
@@ -59,20 +59,12 @@ def trained(wrap, lengths: list[int], dropped: list[list[int]]) -> dict:
     return model.state_dict()
 
 
-def bare(model):
-    return model
-
-
-def searching(model):
-    return DDP(model, find_unused_parameters=True)
-
-
-@pytest.mark.parametrize("wrap", [bare, searching])
+@pytest.mark.parametrize("engine", ["bare", "find_unused"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     ("lengths", "dropped"), [([8, 8, 8], []), ([4, 4, 4], [[0, 0]]), ([4, 4, 4], [[1, 0], [1, 1]]), ([5, 0, 5], []), ([0, 5, 3], [])]
 )
-def test_a_table_that_ranks_make_at_different_times(ranks, size, wrap, lengths, dropped):
+def test_a_table_that_ranks_make_at_different_times(ranks, size, engine, lengths, dropped):
     """One rank's table was filled with another's, or with the next buffer; or the ranks waited for each other."""
     lengths, windows = lengths[:size], []
     for start in range(0, max(lengths), STEPS):
@@ -83,5 +75,5 @@ def test_a_table_that_ranks_make_at_different_times(ranks, size, wrap, lengths, 
         return torch.stack([model(*one) for one in items]).mean()
 
     _, model = train(Branches(), [one for one in windows if one], weigh, lr=0.1)
-    for came in ranks(size).run(trained, wrap, lengths, dropped, limit=20):
+    for came in ranks(size).run(trained, engine, lengths, dropped, limit=20):
         assert_equal_state(came, model.state_dict(), 1e-12)

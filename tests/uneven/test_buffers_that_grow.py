@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradsync
 from tests.support.compare import assert_equal_state
 from tests.support.reference import micro_batch, train
+from tests.support.verdicts import on_engine
 
 
 class Rotary(nn.Module):
@@ -59,7 +59,7 @@ def trained(home: str, way: str, kind: str, items: list[int], length: int = 1) -
     """The state after the last window."""
     rank, model = dist.get_rank(), Rotary(length)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    called = Call(model) if home == "bare" else DDP(Call(model))
+    called = on_engine(Call(model), home)
 
     def loss_of(index):
         return called(rank, index, LENGTHS[kind](rank, index))
@@ -94,7 +94,7 @@ WAYS = [("calls", [6, 6]), ("over", [6, 3, 0]), ("over", [0, 6, 4]), ("sync_ever
 
 
 @pytest.mark.parametrize("kind", LENGTHS)
-@pytest.mark.parametrize("home", ["bare", "DDP"])
+@pytest.mark.parametrize("home", ["bare", "ddp"])
 @pytest.mark.parametrize(("way", "items"), WAYS)
 def test_a_table_that_is_of_another_length_on_each_rank(ranks, kind, home, way, items):
     size = len(items)
@@ -135,7 +135,7 @@ class Bank(nn.Module):
 
 def banked(home: str, overlap: int) -> list[torch.Tensor]:
     model = Bank()
-    called = model if home == "bare" else DDP(model)
+    called = on_engine(model, home)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     @gradsync.accumulating(STEPS, model=called, optimizer=optimizer, overlap=overlap)
@@ -151,7 +151,7 @@ def banked(home: str, overlap: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-@pytest.mark.parametrize("home", ["bare", "DDP"])
+@pytest.mark.parametrize("home", ["bare", "ddp"])
 def test_a_bank_that_grows_alike_on_all_ranks_is_that_of_rank_0(ranks, home, overlap):
     rows = [micro_batch(0, index).mean(dim=0) for index in range(6)]
     for banks in ranks(2).run(banked, home, overlap, limit=20):
@@ -162,7 +162,7 @@ def test_a_bank_that_grows_alike_on_all_ranks_is_that_of_rank_0(ranks, home, ove
 def evaluated(home: str) -> tuple[torch.Tensor, dict]:
     """Rank 1 evaluates in inference mode, and its table is of that mode."""
     rank, model = dist.get_rank(), Rotary()
-    called = Call(model) if home == "bare" else DDP(Call(model))
+    called = on_engine(Call(model), home)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = gradsync.accumulating(STEPS, model=called, optimizer=optimizer)(lambda index, length: called(rank, index, length))
     for index in range(2):
@@ -175,7 +175,7 @@ def evaluated(home: str) -> tuple[torch.Tensor, dict]:
     return model.table, model.state_dict()
 
 
-@pytest.mark.parametrize("home", ["bare", "DDP"])
+@pytest.mark.parametrize("home", ["bare", "ddp"])
 def test_a_table_that_an_evaluation_made_on_one_rank(ranks, home):
     windows = [[(r, i) for r in range(2) for i in (s, s + 1)] for s in (0, 2, 4)]
     lengths = [1, 1, 3, 3, 3, 3]
@@ -208,7 +208,7 @@ def held(home: str, what: str) -> list[list[torch.Tensor]]:
     """The buffers after each window."""
     rank, model = dist.get_rank(), Holder()
     model.is_lazy = what == "made by a forward, on rank 0 before the first window"
-    called = model if home == "bare" else DDP(model)
+    called = on_engine(model, home)
     step = gradsync.accumulating(STEPS, model=called, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))(called)
     if what == "tied":
         model.other = model.first
@@ -230,7 +230,7 @@ def held(home: str, what: str) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("what", ["filled", "tied", "caught up", "made by a forward, on rank 0 before the first window"])
-@pytest.mark.parametrize("home", ["bare", "DDP"])
+@pytest.mark.parametrize("home", ["bare", "ddp"])
 def test_buffers_that_all_ranks_have_in_one_shape_are_equal(ranks, home, what):
     if home == "bare" and what.startswith("made"):
         pytest.skip("where gradsync makes the DDP, other buffers on another rank are an error in words")
